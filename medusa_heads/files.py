@@ -73,7 +73,7 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> None:
     for left in Path(folder).glob(".*.part"):
         if _STAGING.fullmatch(left.name):
             with suppress(OSError):  # in use, or another process was quicker
-                if (lock := _lock(left)) is not None:
+                if (lock := lock_folder(left)) is not None:
                     shutil.rmtree(left, ignore_errors=True)
                     os.close(lock)
 
@@ -84,7 +84,7 @@ def _staging_folder(folder: Path) -> tuple[Path, int | None]:
         made = folder / f".{os.urandom(8).hex()}.part"
         made.mkdir()
         try:
-            lock = _lock(made)
+            lock = lock_folder(made)
         except (BlockingIOError, FileNotFoundError):
             continue  # taken for a leftover before it was locked
         if made.exists():
@@ -93,16 +93,17 @@ def _staging_folder(folder: Path) -> tuple[Path, int | None]:
         os.close(lock)
 
 
-def _lock(folder: Path) -> int | None:
-    """A lock that ends with the process that holds it; None on a file system without any.
-    BlockingIOError where another process holds it, FileNotFoundError where the folder is gone."""
+def lock_folder(folder: Path, *, shared: bool = False) -> int | None:
+    """A lock that ends with the process that holds it, or when it is closed; None on a file system
+    without any. BlockingIOError where another process holds it, unless both are `shared`;
+    FileNotFoundError where the folder is gone."""
     try:
         import fcntl
     except ImportError:  # no POSIX system: there, what killed processes leave is not removed
         return None
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
         os.close(descriptor)
         if isinstance(error, BlockingIOError):

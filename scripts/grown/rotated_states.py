@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Sampler
 
 from medusa_heads import TargetModel
-from medusa_heads.training.hidden.states import HiddenStates
+from medusa_heads.training.hidden.states import DrawnOrder, HiddenStates
 from scripts.grown.model import grow
 from scripts.grown.rotated import random_basis
 from scripts.grown.shape import Shape
@@ -72,5 +71,5 @@ class RotatedStates(HiddenStates):
     def of(self, inputs: Mapping[str, Tensor]) -> Tensor:
         return self._small.of(inputs) @ self._matrix_DE
 
-    def order(self, seed: int) -> Sampler[int] | None:
+    def order(self, seed: int) -> DrawnOrder | None:
         return self._small.order(seed)

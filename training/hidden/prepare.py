@@ -143,16 +143,25 @@ def _check_disk(parts: Sequence[Part], missing: Sequence[Sequence[int]]) -> None
         needed, there = needed + new, there + sum(sizes) - new
     folder = parts[0].folder.parent
     free = shutil.disk_usage(folder).free
+    beside = _others(folder, [part.folder for part in parts])
     if needed > free:
         raise ValueError(
-            f"the hidden states take {decimal(needed)} and {folder} has {decimal(free)} free: give "
-            "a hidden_cache_dir on a larger disk, or leave hidden_cache off"
+            f"the hidden states take {decimal(needed)} and {folder} has {decimal(free)} free"
+            f"{beside}: give a hidden_cache_dir on a larger disk, or leave hidden_cache off"
         )
     print(
         f"Hidden states: {decimal(there)} in {folder}, {decimal(needed)} to be written "
-        f"({decimal(free)} are free)",
+        f"({decimal(free)} are free){beside}",
         flush=True,
     )
+
+
+def _others(folder: Path, ours: Sequence[Path]) -> str:
+    """What other caches in a folder take: nothing removes them but the user."""
+    indices = folder.glob(f"*/{INDEX_FILE}")
+    others = [index.parent for index in indices if index.parent not in ours]
+    size = sum(path.stat().st_size for other in others for path in other.iterdir())
+    return f", beside {decimal(size)} of other texts or targets" if others else ""
 
 
 def _fill(

@@ -25,6 +25,8 @@ from medusa_heads.training.hidden.store import HiddenCache
 
 Batch = dict[str, Any]
 
+_AT_ONCE = 1 << 16  # rows of an order that are Python's numbers
+
 
 class HiddenStates:
     """Those of a frozen target, run on every batch that `collate` made."""
@@ -49,7 +51,7 @@ class HiddenStates:
             shape = *inputs["input_ids"].shape, self.target.width
             return torch.full(shape, torch.nan, device=self.target.device)
 
-    def order(self, seed: int) -> Sampler[int] | None:
+    def order(self, seed: int) -> DrawnOrder | None:
         """The order in which rows are best drawn to train on; None: any."""
         return None
 
@@ -73,34 +75,51 @@ class CachedHiddenStates(HiddenStates):
             hidden_BTX = read_batch(self.caches, inputs["row_names"], inputs["kept"].cpu())
         return hidden_BTX.to(self.target.device)
 
-    def order(self, seed: int) -> Sampler[int]:
+    def order(self, seed: int) -> DrawnOrder:
         """That of a run without a cache, with the rows of each shard brought together."""
         return ShardLocalOrder(self.caches[0].index.layout, seed)
 
 
-class ShardLocalOrder(Sampler[int]):
-    """The order of a pass of training: as it is drawn without a cache, but the rows of a shard
-    follow one another, so that the disk is read in one piece after another. The pass whose order
-    the cache was written in has it unchanged."""
+class DrawnOrder(Sampler[int]):
+    """The order of a pass of training, as accelerate's SeedableRandomSampler draws it: held as an
+    array, where that sampler's list of Python's numbers takes five times the memory."""
 
-    def __init__(self, layout: Layout, seed: int) -> None:
-        self._layout, self._seed, self._epoch = layout, seed, 0
+    def __init__(self, rows: int, seed: int) -> None:
+        self._rows, self._seed, self._epoch = rows, seed, 0
 
     def __len__(self) -> int:
-        return self._layout.rows
+        return self._rows
 
     def set_epoch(self, epoch: int) -> None:
         """The number of the pass, from 0."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        layout = self._layout
+        order = self._order()
+        for start in range(0, len(order), _AT_ONCE):
+            yield from order[start : start + _AT_ONCE].tolist()
+
+    def _order(self) -> Any:
+        """The row at each place, [R]."""
+        return drawn_order(self._rows, self._seed + self._epoch)
+
+
+class ShardLocalOrder(DrawnOrder):
+    """The order of a pass of training: as it is drawn without a cache, but the rows of a shard
+    follow one another, so that the disk is read in one piece after another. The pass whose order
+    the cache was written in has it unchanged."""
+
+    def __init__(self, layout: Layout, seed: int) -> None:
+        super().__init__(layout.rows, seed)
+        self._layout = layout
+
+    def _order(self) -> Any:
+        layout, drawn = self._layout, super()._order()
         shard_of = np.empty(layout.rows, np.int32)  # by row of the dataset
         shard_of[layout.order()] = np.arange(layout.rows) // layout.rows_per_shard
-        drawn = drawn_order(layout.rows, self._seed + self._epoch)
         shards = shard_of[drawn]
         _, met_first = np.unique(shards, return_index=True)
-        yield from drawn[np.argsort(met_first[shards], kind="stable")].tolist()
+        return drawn[np.argsort(met_first[shards], kind="stable")]
 
 
 def _collate_read(caches: Sequence[HiddenCache], rows: Sequence[Mapping[str, Any]]) -> Batch:

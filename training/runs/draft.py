@@ -34,9 +34,10 @@ from medusa_heads.training.loss.fused import Pairs
 from medusa_heads.training.loss.next_token import DraftLoss
 from medusa_heads.training.loss.rows import next_rows
 from medusa_heads.training.measure.metrics import CHAINS, describe_draft, draft_metrics
+from medusa_heads.training.runs.going_on import GoingOnTrainer
 from medusa_heads.training.runs.pruned_target import begin_draft
 from medusa_heads.training.runs.setup import GivenTarget, GivenText, Names, Run
-from medusa_heads.training.runs.trainer import GoingOnTrainer, Inputs, Judged
+from medusa_heads.training.runs.trainer import Inputs, Judged
 
 _OWN = "own_text"  # marks batches that the draft model wrote
 

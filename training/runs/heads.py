@@ -111,8 +111,8 @@ def train_heads(
     if draft_vocab not in get_args(DraftVocab):
         words = " or ".join(get_args(DraftVocab))
         raise ValueError(
-            f"draft_vocab must be {words}, got {draft_vocab!r}: a number of tokens is HeadsConfig's "
-            "draft_vocab_size"
+            f"draft_vocab must be {words}, got {draft_vocab!r}: a number of tokens is the "
+            "draft_vocab_size of HeadsConfig"
         )
     config, objective = config or HeadsConfig(), objective or LossConfig()
     hidden_cache = hidden_cache or CacheArguments()

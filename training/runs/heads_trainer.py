@@ -12,14 +12,13 @@ from typing import Any, ClassVar
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from torch.utils.data import RandomSampler
 from transformers import TrainingArguments
 
 from medusa_heads.heads import DraftHeads
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.rates import by_width, rate_groups
-from medusa_heads.training.hidden.states import HiddenStates
+from medusa_heads.training.hidden.states import DrawnOrder, HiddenStates
 from medusa_heads.training.loss.heads import batch_loss
 from medusa_heads.training.loss.rows import read_rows
 from medusa_heads.training.loss.teacher import Teacher
@@ -92,12 +91,9 @@ class HeadsTrainer(TaughtTrainer):
             trained, target, args, *sets, data_collator=self.hidden_states.collate, **kwargs
         )
 
-    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Any:
-        """As transformers', or the order in which a cache is read best."""
-        plain = super()._get_train_sampler(train_dataset)
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        ordered = self.hidden_states.order(seed) if type(plain) is RandomSampler else None
-        return ordered or plain
+    def _order(self, rows: int, seed: int) -> DrawnOrder:
+        """As it is drawn, or as a cache is read best."""
+        return self.hidden_states.order(seed) or super()._order(rows, seed)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As transformers', with the parts that have rates of their own in groups."""

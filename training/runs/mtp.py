@@ -34,9 +34,10 @@ from medusa_heads.training.measure.metrics import (
     chain_tree,
     describe_chain,
 )
+from medusa_heads.training.runs.going_on import GoingOnTrainer
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from medusa_heads.training.runs.setup import GivenTarget, GivenText, Names, Run
-from medusa_heads.training.runs.trainer import GoingOnTrainer, Inputs
+from medusa_heads.training.runs.trainer import Inputs
 from medusa_heads.training.runs.unrolled import UnrolledModules, check_depths
 
 

@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+    get_sampler,
+)
 from accelerate.state import GradientState
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -42,6 +48,16 @@ def finished_state(checkpoint: str, args: TrainingArguments) -> TrainerState | N
     more = args.max_steps > 0 and args.max_steps > state.global_step
     again = args.max_steps <= 0 and args.num_train_epochs > state.num_train_epochs
     return None if more or again else state
+
+
+def with_order(loader: Any, order: Callable[[int, int], Any]) -> Any:
+    """A loader that accelerate has prepared, where it would draw rows by a seed with the order that
+    is made of their number and that seed. Put where accelerate looks for its own: several processes
+    that go on in the middle of a later pass would begin that pass with the order of the first."""
+    plain = get_sampler(loader)
+    if isinstance(plain, SeedableRandomSampler):
+        loader.set_sampler(order(len(plain), plain.initial_seed))
+    return loader
 
 
 def last_rows(place: GradientState) -> int:

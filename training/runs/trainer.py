@@ -23,11 +23,12 @@ from medusa_heads.target.target import TargetModel
 from medusa_heads.training.data.pack import hidden_of
 from medusa_heads.training.hidden.launched import launched_sharding, learning_whole
 from medusa_heads.training.hidden.sharding import is_sharded
+from medusa_heads.training.hidden.states import DrawnOrder
 from medusa_heads.training.measure.fresh_heads import Comparison
 from medusa_heads.training.measure.health import Health
+from medusa_heads.training.runs import resumable
 from medusa_heads.training.runs.callbacks import Interruptions, ReadableProgress
 from medusa_heads.training.runs.record import write_run
-from medusa_heads.training.runs.resumable import finished_state, last_rows, remove_checkpoint
 
 Inputs = dict[str, Any]
 Judged = tuple[Tensor, Tensor, Tensor]
@@ -141,12 +142,22 @@ class TaughtTrainer(Trainer, ABC):
         with learning_whole():
             super().create_accelerator_and_postprocess()
 
+    def get_train_dataloader(self) -> Any:
+        """As transformers', without a list of all rows in each process."""
+        return resumable.with_order(super().get_train_dataloader(), self._order)
+
+    def _order(self, rows: int, seed: int) -> DrawnOrder:
+        """The order in which rows are drawn."""
+        return DrawnOrder(rows, seed)
+
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> TrainOutput:
         """As transformers', which would take one step more where a finished run is resumed."""
         checkpoint = resume_from_checkpoint
-        if isinstance(checkpoint, str) and (state := finished_state(checkpoint, self.args)):
+        if isinstance(checkpoint, str) and (
+            state := resumable.finished_state(checkpoint, self.args)
+        ):
             self._load_from_checkpoint(checkpoint)
             self.state, state.is_world_process_zero = state, self.is_world_process_zero()
             self.health.on_train_begin(self.args, state, self.control)
@@ -229,7 +240,7 @@ class TaughtTrainer(Trainer, ABC):
 
     def _once(self, labels_BT: Tensor) -> Tensor:
         """The labels of a batch, without those of rows that only fill the last one up."""
-        if (rows := last_rows(self.accelerator.gradient_state)) < 1:
+        if (rows := resumable.last_rows(self.accelerator.gradient_state)) < 1:
             return labels_BT
         before = self.accelerator.process_index * len(labels_BT)
         once_BT = labels_BT.clone()
@@ -255,7 +266,9 @@ class TaughtTrainer(Trainer, ABC):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial=trial))
         if self.args.should_save:
-            remove_checkpoint(folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            resumable.remove_checkpoint(
+                folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            )
         self.accelerator.wait_for_everyone()
         super()._save_checkpoint(model, trial)
 
@@ -265,36 +278,3 @@ class TaughtTrainer(Trainer, ABC):
         if self.record is not None and self.args.should_save:
             write_run(output_dir, self.record())
         self.accelerator.wait_for_everyone()
-
-
-class GoingOnTrainer(TaughtTrainer):
-    """Trains what was trained before, and compares it with what it was.
-
-    Args:
-        known_rows: some of the training set, the first of which are the text that is compared on.
-            Default: the set, a table.
-    """
-
-    def __init__(self, *args: Any, known_rows: Dataset | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._known_rows: Any = self.train_dataset if known_rows is None else known_rows
-
-    @abstractmethod
-    def _plain_and_own_loss(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Cross-entropy and the run's own loss of a batch: one may rise while the other is
-        learnt."""
-
-    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As TaughtTrainer's; what a checkpoint replaces is measured before."""
-        self.beginning = self._losses_of_known_text()
-        return super().train(*args, **kwargs)
-
-    def _compare_with_before(self) -> None:
-        if self._comparison.is_due(self.state.global_step):
-            self._check_progress(torch.stack([self._losses_of_known_text(), self.beginning]))
-
-    @torch.no_grad()
-    def _losses_of_known_text(self) -> Tensor:
-        count = min(self.args.per_device_train_batch_size, len(self._known_rows))
-        batch: Any = self.data_collator(list(self._known_rows.select(range(count))))
-        return torch.stack(self._plain_and_own_loss(self._prepare_inputs(batch)))

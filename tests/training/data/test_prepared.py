@@ -1,7 +1,9 @@
 """Prepared rows are made once, whole, and found again."""
 
 import json
+import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from medusa_heads.training.data import tokenise
 from medusa_heads.training.data.prepare import TrainingData
 from medusa_heads.training.data.prepared import INDEX_FILE, prepared
 from medusa_heads.training.data.tokeniser import Tokeniser
+from tests.killed import dies
 from tests.training import templates
 from tests.training.packing import prepare, table
 
@@ -180,3 +183,71 @@ def test_one_process_makes_and_the_others_wait(tmp_path: Path) -> None:
     other.join()
     assert told == [True]
     assert list(json.loads((tmp_path / "rows" / INDEX_FILE).read_text())["files"]) == ["file"]
+
+
+@pytest.fixture
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The default place."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    (tmp_path / "medusa_heads").mkdir()
+    return tmp_path / "medusa_heads"
+
+
+def used(folder: Path, days: float) -> None:
+    """Let a folder's last use lie so many days back."""
+    then = time.time() - days * 24 * 60 * 60
+    os.utime(folder, (then, then))
+
+
+def test_rows_that_no_run_has_used_for_long_are_removed(
+    wide: TargetModel, tokenizer: Any, home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of other text, of an interrupted run too; not those that are still asked for, nor what
+    somebody else has put there."""
+    made, young, half, of_others = (home / (digit * 16) for digit in "abcd")
+    for folder in (made, young):
+        make(folder)
+    for folder in (half, of_others):
+        folder.mkdir()
+        (folder / "part").write_text("half")
+    half.with_suffix(".lock").touch()
+    for folder, days in ((made, 31), (young, 29), (half, 31), (of_others, 31)):
+        used(folder, days)
+    prepare(wide, tokenizer, texts(), home)
+    assert not made.exists() and not half.exists()
+    assert (young / "file").exists() and (of_others / "part").exists()
+    (said,) = caplog.messages
+    assert said.startswith("2 folders of rows that no run had used for 30 days were removed from")
+    for folder in home.iterdir():
+        if folder.is_dir():
+            used(folder, 31)
+    first = prepare(wide, tokenizer, texts(), home)  # whose use is noted before all else
+    assert not young.exists() and first.rows.cache_files
+
+
+def make(folder: Path) -> None:
+    """In a process that ends, as runs do, and with it what it holds."""
+
+    def work() -> None:
+        with prepared(folder):
+            (folder / "file").write_text("made")
+
+    assert not dies(work)
+
+
+def test_rows_that_a_living_process_uses_stay(home: Path) -> None:
+    """However long ago it asked for them: its workers may open the files again."""
+    mine = home / ("a" * 16)
+    with prepared(mine):
+        (mine / "file").write_text("made")
+    used(mine, 1000)
+    make(home / ("b" * 16))
+    assert (mine / "file").exists()
+
+
+def test_rows_in_a_place_of_the_users_own_stay(home: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine" / ("a" * 16)
+    make(mine)
+    used(mine, 1000)
+    make(tmp_path / "mine" / ("b" * 16))
+    assert (mine / "file").exists()

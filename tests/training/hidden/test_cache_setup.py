@@ -102,7 +102,13 @@ def test_the_size_is_said_and_a_small_disk_refused(
     assert line.startswith("Hidden states: 0 bytes in") and " kB to be written" in line
     disk(0)
     runs("auto")
-    assert " kB in" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert " kB in" in printed and "beside" not in printed
+    runs.texts = runs.texts[0].select(range(6)), runs.texts[1]
+    with pytest.raises(
+        ValueError, match=r"free, beside 2\d\.\d kB of other texts or targets: give"
+    ):
+        runs("auto")
 
 
 def test_hidden_states_that_are_not_finite_are_refused(runs: Runs) -> None:
