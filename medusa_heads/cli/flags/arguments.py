@@ -105,15 +105,35 @@ def _ended_by_sigterm() -> Iterator[None]:
             signal.raise_signal(number)
         raise _Terminated(128 + number)
 
+    ignored = sys.unraisablehook
+    again: threading.Timer | None = None
+
+    def once_more(left: sys.UnraisableHookArgs) -> None:
+        # Python drops what is raised within `__del__`, and the program would run on.
+        nonlocal again
+        if not isinstance(left.exc_value, _Terminated):
+            ignored(left)
+            return
+        signal.signal(signal.SIGTERM, terminate)
+        again = threading.Timer(0.01, os.kill, (process, signal.SIGTERM))
+        again.daemon = True
+        again.start()
+
     signal.signal(signal.SIGTERM, terminate)
+    sys.unraisablehook = once_more
     try:
         yield
+        if again is not None:  # the block was done before the signal came once more
+            raise _Terminated(128 + signal.SIGTERM)
     except Exception as error:
         if came:  # compiled code makes an error of its own of what is raised in the middle of it
             raise _Terminated(128 + signal.SIGTERM) from error
         raise
     finally:
+        if again is not None:
+            again.cancel()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        sys.unraisablehook = ignored
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Flags, the YAML file underneath them, and errors in one sentence."""
 
-import signal
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -180,58 +179,6 @@ def test_a_sentence_that_quotes_too_much_is_shortened(capsys: pytest.CaptureFixt
     said = capsys.readouterr().err
     assert said.startswith("medusa-heads: error: num_steps must be") and len(said) < 1300
     assert said.endswith("': give one\n") and " [..] " in said
-
-
-def test_interruption_and_faults_of_the_program(capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    def fault() -> None:
-        raise RuntimeError("a bug")
-
-    assert run_command(lambda: None) == 0
-    assert run_command(interrupt, prog="tool") == 130
-    assert capsys.readouterr().err == "tool: interrupted\n"
-    with pytest.raises(RuntimeError):
-        run_command(fault)
-
-
-def test_sigterm_ends_a_command_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    """Files that were begun are removed on the way out."""
-    done = []
-
-    def work() -> None:
-        try:
-            signal.raise_signal(signal.SIGTERM)
-        finally:
-            done.append("cleaned up")
-
-    assert run_command(work, prog="tool") == 143
-    assert capsys.readouterr().err == "tool: ended by SIGTERM\n" and done
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-def test_sigterm_is_known_behind_the_error_that_a_library_makes_of_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def draw() -> None:
-        try:
-            signal.raise_signal(signal.SIGTERM)
-        except SystemExit:
-            raise ValueError("Invalid bounding box") from None
-
-    assert run_command(draw, prog="tool") == 143
-    assert capsys.readouterr().err == "tool: ended by SIGTERM\n"
-
-
-def test_a_program_that_handles_sigterm_goes_on_handling_it() -> None:
-    seen: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
-    try:
-        assert run_command(lambda: signal.raise_signal(signal.SIGTERM)) == 0
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert seen == [signal.SIGTERM]
 
 
 @pytest.mark.parametrize(

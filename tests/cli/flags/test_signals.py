@@ -1,0 +1,83 @@
+"""Commands that Ctrl-C or SIGTERM ends, wherever it comes."""
+
+import signal
+import sys
+import time
+
+import pytest
+
+from medusa_heads.cli.flags.arguments import run_command
+
+
+def test_interruption_and_faults_of_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    def fault() -> None:
+        raise RuntimeError("a bug")
+
+    assert run_command(lambda: None) == 0
+    assert run_command(interrupt, prog="tool") == 130
+    assert capsys.readouterr().err == "tool: interrupted\n"
+    with pytest.raises(RuntimeError):
+        run_command(fault)
+
+
+def test_sigterm_ends_a_command_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    """Files that were begun are removed on the way out."""
+    done = []
+
+    def work() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            done.append("cleaned up")
+
+    assert run_command(work, prog="tool") == 143
+    assert capsys.readouterr().err == "tool: ended by SIGTERM\n" and done
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_sigterm_is_known_behind_the_error_that_a_library_makes_of_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def draw() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except SystemExit:
+            raise ValueError("Invalid bounding box") from None
+
+    assert run_command(draw, prog="tool") == 143
+    assert capsys.readouterr().err == "tool: ended by SIGTERM\n"
+
+
+@pytest.mark.parametrize("seconds_left", [0.0, 60.0])
+def test_sigterm_within_del_ends_the_command_all_the_same(
+    seconds_left: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python says "Exception ignored" of what is raised there, and goes on."""
+
+    class Dataset:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    def work() -> None:
+        dataset = Dataset()
+        del dataset
+        time.sleep(seconds_left)
+
+    hook, began = sys.unraisablehook, time.monotonic()
+    assert run_command(work, prog="tool") == 143
+    assert capsys.readouterr().err == "tool: ended by SIGTERM\n"
+    assert time.monotonic() - began < 30 and sys.unraisablehook is hook
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_program_that_handles_sigterm_goes_on_handling_it() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    try:
+        assert run_command(lambda: signal.raise_signal(signal.SIGTERM)) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == [signal.SIGTERM]
