@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads.inference.drafters.base import Drafter, Memory
-from medusa_heads.inference.drafters.text import BOUNDS, PRIOR
+from medusa_heads.inference.drafters.text import BOUNDS, PRIOR, chance_copied
 from medusa_heads.inference.engine.state import DecodingState, Drawing
 from medusa_heads.trees.dynamic_tree import DYNAMIC_WIDTH, NEVER, Guess, Tail, best_first_tree
 from medusa_heads.trees.tree import TokenTree
@@ -157,7 +157,8 @@ class MergedTrees(Drafter):
         assert state.noise is not None
         ahead = list(range(tokens_BL.shape[1]))
         luck_BL = (-state.noise.of(state.rows, ahead, tokens_BL[..., None])[..., 0]).exp()
-        return (-luck_BL * (1.0 - chances_BL) / chances_BL.clamp_min(1e-9)).exp()
+        drawn_BL = (-luck_BL * (1.0 - chances_BL) / chances_BL.clamp_min(1e-9)).exp()
+        return chance_copied(chances_BL, drawn_BL)
 
 
 def merged(tokens_BFR: Tensor, log_chances_BFR: Tensor) -> tuple[Tensor, Tensor]:

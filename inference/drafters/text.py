@@ -7,7 +7,9 @@ al. 2024, arXiv:2411.10666).
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import Any
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from medusa_heads.inference.adapt.evidence import Evidence
 from medusa_heads.inference.drafters.growing import Offer, Proposal, by_drawing
@@ -19,8 +21,10 @@ from medusa_heads.inference.lookup.suffix_automaton import Continuation, SuffixA
 
 BOUNDS = (2, 3, 4, 6, 10, 16, 32)  # from these lengths of a match on, it is believed more
 PRIOR = (0.3, 0.45, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
+_SURE = 0.5  # of copied tokens those whose chance is near 0 or 1, so that luck says nothing of it
 _WORTH_LOOKING = 0.05  # tokens
 _SELDOM = 8  # searches of a corpus of which one is made that does not seem worth it
+_Chance = TypeVar("_Chance", float, Tensor)
 
 
 class TextProposal(Proposal):
@@ -44,7 +48,7 @@ class TextProposal(Proposal):
         if luck is None:
             return super()._offers(place)
         return [
-            (chance_drawn(chance, luck(place, token)), token, *known)
+            (chance_copied(chance, chance_drawn(chance, luck(place, token))), token, *known)
             for chance, token, *known in super()._offers(place)
         ]
 
@@ -55,6 +59,13 @@ class TextProposal(Proposal):
         # With each token that is right, the match is one longer.
         group = bisect_right(BOUNDS, found.match_length + place)
         return [(found.tokens[place], found.shares[place], group, place + 1)]
+
+
+def chance_copied(chance: _Chance, drawn: _Chance) -> _Chance:
+    """That a copied token is drawn, where one of just this probability would be with the chance
+    `drawn`, by its luck. The probability is a mean over places: where the target is sure one way or
+    the other, luck changes nothing."""
+    return _SURE * chance + (1.0 - _SURE) * drawn
 
 
 class TextSource:
