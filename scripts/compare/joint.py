@@ -30,7 +30,15 @@ from medusa_heads.training.data.prepare import collate
 from medusa_heads.training.loss.next_token import next_losses
 from medusa_heads.training.loss.rows import next_rows
 from medusa_heads.training.loss.teacher import Teacher
-from scripts.demo.texts import CONTINUATION, PROMPT, TARGET, check_recipes, windows, written
+from scripts.demo.texts import (
+    CONTINUATION,
+    PROMPT,
+    TARGET,
+    autocast,
+    check_recipes,
+    windows,
+    written,
+)
 
 RECIPES = {
     "alone": None,
@@ -118,7 +126,7 @@ def train(
     """One recipe's folder."""
     folder = arguments.output_dir / name
     optimisation = OptimisationArguments(
-        num_train_epochs=1, bf16=True, per_device_eval_batch_size=32, logging_steps=32
+        num_train_epochs=1, bf16=autocast(), per_device_eval_batch_size=32, logging_steps=32
     )
     train_heads(
         target,

@@ -41,7 +41,15 @@ from medusa_heads.training.measure.calibration import measure_heads
 from medusa_heads.training.measure.metrics import rank_statistics
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from medusa_heads.trees.statistics import simulate_tokens_per_step
-from scripts.demo.texts import CONTINUATION, PROMPT, TARGET, check_recipes, windows, written
+from scripts.demo.texts import (
+    CONTINUATION,
+    PROMPT,
+    TARGET,
+    autocast,
+    check_recipes,
+    windows,
+    written,
+)
 
 NODES = (16, 32, 64)
 
@@ -191,7 +199,7 @@ def run(name: str, texts: Texts, prompts: int, arguments: CompareArguments) -> d
     optimisation = OptimisationArguments(
         learning_rate=recipe.learning_rate if config.vocab_matrix == "shared" else 1e-3,
         num_train_epochs=arguments.num_train_epochs,
-        bf16=True,
+        bf16=autocast(),
         per_device_eval_batch_size=32,
         logging_steps=50,
     )

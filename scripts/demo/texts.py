@@ -6,11 +6,13 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal
 
+import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 
 from medusa_heads.data.corpus import prompt_windows, standard_library
 from medusa_heads.inference.regeneration.regenerate import regenerate
+from medusa_heads.machine import choose
 from medusa_heads.target.target import TargetModel
 
 TARGET = Path(__file__).resolve().parents[2] / "assets" / "demo-target"
@@ -21,6 +23,11 @@ def check_recipes(given: Sequence[str], known: Collection[str]) -> None:
     """Raises ValueError where a recipe is unknown."""
     if unknown := sorted(set(given) - set(known)):
         raise ValueError(f"unknown recipes {unknown}; known: {list(known)}")
+
+
+def autocast() -> bool:
+    """Whether this machine trains faster in bf16 autocast."""
+    return choose("train", count_threads=False).dtype == torch.bfloat16
 
 
 def windows(part: Literal["train", "held_out"], count: int, length: int = PROMPT) -> Dataset:
