@@ -15,6 +15,8 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from medusa_heads.settings import flag_name
 
+_COMMANDS = ("medusa-heads ", "train-heads ", "train-draft ", "accelerate launch ")
+
 
 def flags_of(kinds: Sequence[type]) -> list[tuple[str, Any, Field[Any]]]:
     """The flags that give dataclasses their fields: name, type as it is typed, and a field."""
@@ -75,7 +77,18 @@ def make_parser(
 
 
 class _HelpFormatter(ArgumentDefaultsHelpFormatter):
-    """One spelling of each flag, and its default where that says something."""
+    """One spelling of each flag, and its default where that says something; commands stand on lines
+    of their own, to be pasted."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = []
+        for paragraph in text.strip().split("\n\n"):
+            lines = [line.strip() for line in paragraph.splitlines()]
+            if all(line.startswith(_COMMANDS) for line in lines):
+                paragraphs.append("\n".join(f"{indent}  {line}" for line in lines))
+            else:
+                paragraphs.append(super()._fill_text(paragraph, width, indent))
+        return "\n\n".join(paragraphs)
 
     def _get_help_string(self, action: Action) -> str | None:
         if action.default in (None, [], SUPPRESS) or action.option_strings[0].startswith("--no_"):

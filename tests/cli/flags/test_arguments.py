@@ -242,3 +242,14 @@ def test_what_a_library_says_of_a_package_that_nobody_needs_is_left_out(
     assert [record.getMessage() for record in caplog.records] == ["the matrix is damaged: why"]
     work()
     assert len(caplog.records) == 3, "left out of others' programs as well"
+
+
+def test_help_fills_sentences_and_leaves_commands_as_they_are_pasted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = "One thought\nover two lines.\n\nmedusa-heads tool --name a\ntrain-heads --name b\n"
+    with pytest.raises(SystemExit):
+        parse_arguments((Model,), ["--help"], prog="tool", description=told)
+    shown = capsys.readouterr().out
+    assert "\nOne thought over two lines.\n" in shown
+    assert "\n  medusa-heads tool --name a\n  train-heads --name b\n" in shown
