@@ -1,8 +1,8 @@
 """Heads as drafters read them on a CPU: large matrices in eight bits.
 
 There drafting is bound by reading the heads' matrices, the vocabulary's before all. In eight bits
-they are a quarter of what they are in float32, and processors multiply these faster. Drafts need no
-more: what is committed is the target's own choice.
+they are a quarter of what they are in float32, and most processors multiply these faster. Drafts
+need no more: what is committed is the target's own choice.
 
 Shapes: R rows (any leading dimensions), N all of them, D inputs, O outputs.
 Source: products of integers, with a scale for each row of weights and for each input (Jacob et al.
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from medusa_heads.heads.correction import Correction
+from medusa_heads.machine import GAIN, int8_gain, int8_product
 
 if TYPE_CHECKING:
     from medusa_heads.heads.base import AnyHeads, DraftHeads
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 SMALLEST = 1 << 18  # weights of a matrix; of smaller ones the call takes longer than the product
 # Where a processor has no instructions for such products, two of them are added in 16 bits, which
 # these weights never fill. Elsewhere another bit would bring nothing that a draft could tell.
-_MOST_WEIGHT, _MOST_INPUT = 63, 127
+_MOST_WEIGHT = 63
 _AT_ONCE = 1 << 22  # weights that are rounded at a time
 # A layer that also hands its input on has a diagonal beside which all other weights would be
 # rounded away.
@@ -81,10 +82,7 @@ class Int8Linear(nn.Linear):
             self._rounded = _round(self.weight)
         int8_OD, unit_O, handed_on_O = self._rounded
         x_ND = x_RD.flatten(0, -2).float()
-        unit_N1 = x_ND.abs().amax(dim=1, keepdim=True).div_(_MOST_INPUT).clamp_min_(1e-30)
-        int8_ND = (x_ND / unit_N1).round_().to(torch.int8)
-        out_NO = torch._int_mm(int8_ND, int8_OD[start:stop].T).float()
-        out_NO.mul_(unit_N1).mul_(unit_O[start:stop])
+        out_NO = int8_product(x_ND, int8_OD[start:stop]).mul_(unit_O[start:stop])
         if handed_on_O is not None:
             out_NO.addcmul_(x_ND[:, : self.out_features][:, start:stop], handed_on_O[start:stop])
         if self.bias is not None:
@@ -133,8 +131,9 @@ def _view(module: AnyModule) -> AnyModule:
 def _pays(weight_OD: Any) -> bool:
     plain = weight_OD.device.type == "cpu" and type(weight_OD.data) is Tensor
     known = platform.machine() in _KNOWN and torch.backends.mkldnn.is_available()
-    large = weight_OD.numel() >= SMALLEST
-    return plain and known and large and weight_OD.dtype.is_floating_point
+    large = weight_OD.numel() >= SMALLEST and weight_OD.dtype.is_floating_point
+    # Without instructions for such products a processor may take longer for them.
+    return plain and known and large and int8_gain(weight_OD.dtype) >= GAIN
 
 
 @torch.no_grad()

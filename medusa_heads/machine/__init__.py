@@ -1,12 +1,13 @@
 """This machine: what it has, what it multiplies fastest, where that is remembered."""
 
-from medusa_heads.machine.choice import Choice, as_dtype, choose, speeds
+from medusa_heads.machine.choice import GAIN, Choice, as_dtype, choose, speeds
 from medusa_heads.machine.devices import devices_here, find_device, wait_for
 from medusa_heads.machine.facts import describe_machine, machine_facts
 from medusa_heads.machine.measurements import Measurements, as_seconds, measurement_folder
-from medusa_heads.machine.products import Shape, Use
+from medusa_heads.machine.products import Shape, Use, int8_gain, int8_product
 
 __all__ = [
+    "GAIN",
     "Choice",
     "Measurements",
     "Shape",
@@ -17,6 +18,8 @@ __all__ = [
     "describe_machine",
     "devices_here",
     "find_device",
+    "int8_gain",
+    "int8_product",
     "machine_facts",
     "measurement_folder",
     "speeds",

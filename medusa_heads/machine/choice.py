@@ -7,7 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from medusa_heads.machine.devices import computes_in, find_device, free_memory, low_precision
-from medusa_heads.machine.products import Seconds, Shape, Use, product_seconds, thread_counts
+from medusa_heads.machine.products import (
+    Seconds,
+    Shape,
+    Use,
+    dtype_name,
+    product_seconds,
+    thread_counts,
+)
 
 GAIN = 1.1  # what another dtype or thread count must be faster by, to be chosen
 _LOW = (torch.bfloat16, torch.float16)
@@ -48,16 +55,16 @@ def choose(
     asked = None if dtype in (None, "auto") else as_dtype(dtype)
     where, doubt = _place(device, shape, asked or stored)
     if asked is not None and not computes_in(where, asked):
-        raise ValueError(f"{where} does not compute in {_name(asked)}: give another dtype")
+        raise ValueError(f"{where} does not compute in {dtype_name(asked)}: give another dtype")
     low = _shorter(use, where, asked, stored)
     if asked is not None:
-        chosen, reason = asked, f"{_name(asked)} as asked"
+        chosen, reason = asked, f"{dtype_name(asked)} as asked"
     elif use != "train" and stored is not None and stored not in _LOW:
-        chosen, reason = stored, f"{_name(stored)} as its weights are stored"
+        chosen, reason = stored, f"{dtype_name(stored)} as its weights are stored"
     elif low is None:
         chosen, reason = torch.float32, f"float32: {where} has nothing shorter"
     elif where.type != "cpu":
-        chosen, reason = low, f"{_name(low)}: the fastest that {where} computes in"
+        chosen, reason = low, f"{dtype_name(low)}: the fastest that {where} computes in"
     else:
         held = stored is not None and use != "train"
         seconds = _measured(use, where, low, shape)
@@ -65,7 +72,7 @@ def choose(
     threads = torch.get_num_threads()
     if count_threads and where.type == "cpu" and len(thread_counts(where)) > 1:
         seconds = _measured(use, where, low, shape)
-        threads = fastest_threads(seconds, _name(chosen)) or threads
+        threads = fastest_threads(seconds, dtype_name(chosen)) or threads
     return Choice(where, chosen, threads, reason + doubt)
 
 
@@ -94,7 +101,7 @@ def _shorter(
 
 
 def _measured(use: Use, where: torch.device, low: torch.dtype | None, shape: Shape) -> Seconds:
-    dtypes = ["float32"] if low is None else ["float32", _name(low)]
+    dtypes = ["float32"] if low is None else ["float32", dtype_name(low)]
     return product_seconds(use, where, dtypes, shape)
 
 
@@ -120,7 +127,7 @@ def _faster(
     seconds: Seconds, low: torch.dtype, shape: Shape, *, held: bool
 ) -> tuple[torch.dtype, str]:
     """float32 or a lower precision on the CPU, and why; `held`: the weights, and not autocast."""
-    name = _name(low)
+    name = dtype_name(low)
     ratio = _best(seconds, "float32") / _best(seconds, name)
     if ratio >= GAIN:
         return low, f"{name}: this CPU multiplies it at {ratio:.1f} times float32's speed"
@@ -153,7 +160,3 @@ def _place(
 
 def _best(seconds: Seconds, dtype: str) -> float:
     return min(taken for (name, _), taken in seconds.items() if name == dtype)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

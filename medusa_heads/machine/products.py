@@ -1,7 +1,7 @@
 """How long matrix products take here, by dtype and threads: most of what a forward does.
 
 The matrices are those of a target's MLPs, as many as it has or as hold more than a processor's
-caches do. Shapes: R rows, D hidden, F intermediate.
+caches do. Shapes: R rows, D hidden, F intermediate; N rows of D inputs each, O outputs.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.nn.functional import linear
 
 from medusa_heads.machine.devices import wait_for
 from medusa_heads.machine.facts import usable_cores
 from medusa_heads.machine.measurements import Measurements, as_seconds, measurement_folder
 
-Use = Literal["decode", "tree", "batch", "train"]
-"""One row; a tree of some 16 nodes; a large batch or a prompt; a step of training."""
+Use = Literal["decode", "draft", "tree", "batch", "train"]
+"""One row; a draft's few; a tree of some 16 nodes; a large batch or a prompt; a training step."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Shape:
 
 
 KIND = "products"
-ROWS: dict[Use, int] = {"decode": 1, "tree": 16, "batch": 512, "train": 64}
+ROWS: dict[Use, int] = {"decode": 1, "draft": 4, "tree": 16, "batch": 512, "train": 64}
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _WEIGHTS = 32 << 20  # of a pass: 128 MB in float32, more than most caches
 _WEIGHTS_OF_ONE = 8 << 20  # a larger matrix shows nothing that its part does not
@@ -74,6 +75,8 @@ _HOPELESS = 2.5  # times the fastest
 _AGREEING = 0.5
 # Of the time, that threads may wait for a processor: the least times show none of it.
 _WAITING = 0.1
+_SQUARE = Shape(hidden=1024, intermediate=1024)  # as good as any: both ways read all of it
+_MOST_INPUT = 127  # of a row in eight bits
 _SLOW = 0.1  # seconds: compiling a kernel does not take so long
 
 Seconds = dict[tuple[str, int], float]
@@ -83,11 +86,13 @@ _known: dict[str, Seconds] = {}
 
 
 def product_seconds(use: Use, device: torch.device, dtypes: Sequence[str], shape: Shape) -> Seconds:
-    """Seconds of a pass by dtype and threads, kept where they were measured before.
+    """Seconds of a pass by dtype and threads, kept where they were measured before; "int8" are
+    products of rounded inputs with rounded weights, for drafts.
 
     What was measured beside other programs serves this process alone: they may be gone later.
     """
-    threads = thread_counts(device)
+    # A draft takes the threads that the target's forward takes.
+    threads = thread_counts(device) if use != "draft" else [torch.get_num_threads()]
     facts = {
         "use": use,
         "device": str(device),
@@ -107,6 +112,26 @@ def product_seconds(use: Use, device: torch.device, dtypes: Sequence[str], shape
                 store.write(KIND, facts, {"seconds": plain})
         _known[key] = seconds
     return dict(_known[key])
+
+
+def int8_product(x_ND: Tensor, int8_OD: Tensor) -> Tensor:
+    """Near x_ND @ int8_OD.T: inputs in float32, each row rounded to 255 steps; [N, O], float32."""
+    unit_N1 = x_ND.abs().amax(dim=1, keepdim=True).div_(_MOST_INPUT).clamp_min_(1e-30)
+    int8_ND = (x_ND / unit_N1).round_().to(torch.int8)
+    return torch._int_mm(int8_ND, int8_OD.T).float().mul_(unit_N1)
+
+
+def int8_gain(dtype: torch.dtype) -> float:
+    """How many times as fast as in the dtype a draft's products are in eight bits, on this CPU with
+    the threads that torch uses. Without instructions for them it can be less than once."""
+    own, threads = dtype_name(dtype), torch.get_num_threads()
+    seconds = product_seconds("draft", torch.device("cpu"), [own, "int8"], _SQUARE)
+    return seconds[own, threads] / seconds["int8", threads]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as "float32"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def thread_counts(device: torch.device) -> list[int]:
@@ -205,17 +230,22 @@ def _timed(products: Callable[[], object], threads: int) -> float:
 
 def _pass(use: Use, device: torch.device, dtype: torch.dtype, shape: Shape) -> Callable[[], object]:
     """The products once; of training there and back in autocast, with weights in float32."""
-    training = use == "train"
+    training, rounded = use == "train", dtype == torch.int8
     held = torch.float32 if training else dtype
     rows, wide, narrow, count = matrices(use, shape)
     options: Any = {"dtype": held, "device": device, "requires_grad": training}
-    weights_FD = [torch.full((wide, narrow), 0.01, **options) for _ in range(count)]
-    x_RD = torch.full((rows, narrow), 0.01, **options)
+    weights_FD = [
+        torch.full((wide, narrow), 1 if rounded else 0.01, **options) for _ in range(count)
+    ]
+    x_RD = torch.full(
+        (rows, narrow), 0.01, **options | {"dtype": torch.float32 if rounded else held}
+    )
+    product = int8_product if rounded else linear
 
     @torch.inference_mode()
     def forward() -> None:
         for weight_FD in weights_FD:
-            linear(x_RD, weight_FD)
+            product(x_RD, weight_FD)
         wait_for(device)
 
     def there_and_back() -> None:

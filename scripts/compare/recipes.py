@@ -100,10 +100,7 @@ RECIPES = {
         learning_rate=3e-3,
     ),
     "eagle3": Recipe(
-        "self-distilled, 5 steps of an eagle3 layer",
-        EAGLE3,
-        True,
-        learning_rate=4e-3,
+        "self-distilled, 5 steps of an eagle3 layer", EAGLE3, True, learning_rate=4e-3
     ),
     "eagle3-features": Recipe(
         "self-distilled, 5 steps of an eagle3 layer over three layers",
@@ -257,17 +254,10 @@ def trainable(heads: DraftHeads) -> int:
 def show(results: list[dict[str, Any]]) -> None:
     """The table, with each recipe as a ratio to the plain one with a shared matrix."""
     table = Table(title="Tokens per step on held-out prompts (static trees, dynamic ones of 31)")
-    for column in (
-        "recipe",
-        "prompts",
-        "parameters",
-        "top-1 by head, greedy",
-        "greedy: 16",
-        "32",
-        "64",
-    ):
-        table.add_column(column, justify="left" if column == "recipe" else "right")
-    for column in ("over plain at 32", "dynamic", "T = 0.7: 32", "dynamic", "seconds"):
+    table.add_column("recipe")
+    of_greedy = ("greedy: 16", "32", "64", "over plain at 32", "dynamic")
+    columns = ("prompts", "parameters", "top-1 by head, greedy", *of_greedy, "T = 0.7: 32")
+    for column in (*columns, "dynamic", "seconds"):
         table.add_column(column, justify="right")
     plain = next((r for r in results if r["recipe"] == RECIPES["plain"].name), results[0])
     base = plain["measured"]["greedy"]["tokens_per_step"][32]

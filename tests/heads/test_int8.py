@@ -29,7 +29,9 @@ ALL_KINDS = [
 
 @pytest.fixture
 def every_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor that has instructions for them."""
     monkeypatch.setattr(int8, "SMALLEST", 0)
+    monkeypatch.setattr(int8, "int8_gain", lambda _: 2.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -160,6 +162,17 @@ def test_other_processors_multiply_as_ever(
     monkeypatch.setattr(int8.platform, "machine", lambda: machine)
     heads = new_heads(tiny_llama(), HeadsConfig(num_heads=2))
     assert (in_int8(heads) is heads) == (machine == "aarch64")
+
+
+@pytest.mark.usefixtures("every_matrix")
+@pytest.mark.parametrize(("gain", "used"), [(0.3, False), (1.05, False), (1.5, True)])
+def test_a_processor_that_is_no_faster_so_multiplies_as_ever(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, gain: float, used: bool
+) -> None:
+    # Measured is what it would be multiplied in else.
+    monkeypatch.setattr(int8, "int8_gain", {torch.bfloat16: gain}.__getitem__)
+    heads = new_heads(tiny_llama().to(torch.bfloat16), HeadsConfig(num_heads=2))
+    assert bool(int8_layers(in_int8(heads.to(torch.bfloat16)))) == used
 
 
 @pytest.mark.usefixtures("every_matrix")

@@ -22,7 +22,7 @@ from medusa_heads.machine import (
     measurement_folder,
 )
 from medusa_heads.machine import products as module
-from medusa_heads.machine.products import product_seconds
+from medusa_heads.machine.products import int8_gain, product_seconds
 from tests.machine.small import BF16, CPU, SLOW_BF16, SMALL, store_of
 
 
@@ -47,6 +47,18 @@ def test_measured_once_and_kept(use: Use, cache: Path, waits: list[float | None]
     module._known.clear()  # as in another process
     assert product_seconds(use, CPU, ["bfloat16", "float32"], SMALL) == first
     assert file.read_bytes() == written
+
+
+def test_what_eight_bits_bring_is_measured_and_kept(cache: Path, waits: list[float | None]) -> None:
+    gain = int8_gain(torch.float32)
+    assert gain > 0
+    module._known.clear()  # as in another process
+    (file,) = (cache / "products").iterdir()
+    stored = json.loads(file.read_text())
+    assert stored["values"]["seconds"].keys() == {"float32 1", "int8 1"}
+    stored["values"]["seconds"] = {"float32 1": 0.001, "int8 1": 0.004}
+    file.write_text(json.dumps(stored))
+    assert int8_gain(torch.float32) == pytest.approx(0.25)
 
 
 def test_what_a_busy_machine_says_is_for_this_process_alone(
