@@ -119,7 +119,7 @@ def answer_dialogues(
     with closing(AnswerStore(Path(cache_dir), described)) as store:
         ask = partial(_questions, sampling=sampling, backend=backend, greedy_share=greedy_share)
         with _Progress(len(dialogues), "target's text", progress) as bar:
-            asking = _Asking(ask(dialogue) for dialogue in bar.passed(dialogues))
+            asking = _Asking(map(ask, dialogues), bar.update)
             for answers in backend.answer(partial(asking.take, store), sampling, bar.made):
                 store.add(answers)
                 for prompt, answer in answers:
@@ -168,10 +168,12 @@ def _questions(
 
 
 class _Asking:
-    """The conversations under way: only what waits for an answer is in memory."""
+    """The conversations under way: only what waits for an answer is in memory. `on_end` is called
+    for each that has come to its end."""
 
-    def __init__(self, conversations: Iterator[Questions]) -> None:
+    def __init__(self, conversations: Iterator[Questions], on_end: Callable[[], object]) -> None:
         self._conversations = conversations
+        self._on_end = on_end
         self._ready: deque[Prompt] = deque()  # next turns
         self.open: dict[int, Questions] = {}  # by row
 
@@ -189,12 +191,15 @@ class _Asking:
         self._go_on(store, self.open.pop(prompt.row), answer)
 
     def _go_on(self, store: AnswerStore, questions: Questions, answer: Answer | None) -> None:
-        with suppress(StopIteration):
+        try:
             prompt = next(questions) if answer is None else questions.send(answer)
             while (known := store.get(prompt)) is not None:
                 prompt = questions.send(known)
-            self.open[prompt.row] = questions
-            self._ready.append(prompt)
+        except StopIteration:
+            self._on_end()
+            return
+        self.open[prompt.row] = questions
+        self._ready.append(prompt)
 
 
 def _told(
@@ -229,7 +234,7 @@ def _check_fits(input_ids: Sequence[int], sampling: Sampling, backend: Backend) 
 
 
 class _Progress(tqdm):
-    """A bar of rows of the corpus that are come to, and of tokens that were made."""
+    """A bar of rows of the corpus that are done with, and of tokens that were made."""
 
     def __init__(self, rows: int, what: str, shown: bool) -> None:
         self._tokens, self._shown = 0, 0.0

@@ -11,7 +11,9 @@ import torch
 from datasets import Dataset
 from transformers import LlamaForCausalLM
 
+from medusa_heads.inference.regeneration import regenerate as module
 from medusa_heads.inference.regeneration import transformers_backend
+from medusa_heads.inference.regeneration.prompts import is_greedy
 from medusa_heads.inference.regeneration.regenerate import regenerate
 from medusa_heads.target.target import TargetModel
 
@@ -114,6 +116,34 @@ def test_an_interrupted_run_goes_on_and_gives_the_same_rows(
     resumed = run(target, prompts, tmp_path / "parts")
     assert calls == 3 + 2  # four batches in all, two of them finished before the interruption
     assert resumed[:] == whole[:]
+
+
+def test_the_bar_counts_what_was_answered(
+    target: TargetModel, prompts: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that only were read would fill it at once."""
+    bars: list[Any] = []
+
+    class Watched(module._Progress):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            bars.append(self)
+
+    monkeypatch.setattr(module, "_Progress", Watched)
+    generate, seen = transformers_backend._generate, []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        seen.append(bars[0].n)
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(transformers_backend, "_generate", watched)
+    run(target, prompts, tmp_path, progress=True)
+    greedy = sum(is_greedy(row, 0.5) for row in range(10))
+    sizes = (greedy, 10 - greedy)
+    batches = [min(3, size - start) for size in sizes for start in range(0, size, 3)]
+    assert seen == [sum(batches[:done]) for done in range(len(batches))] and bars[0].n == 10
+    run(target, prompts, tmp_path, progress=True)
+    assert bars[2].n == 10 and len(seen) == len(batches)  # known answers count as well
 
 
 def test_the_second_call_reads_instead_of_generating(
