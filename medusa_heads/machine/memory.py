@@ -24,7 +24,7 @@ class PeakMemory:
             return
         try:
             _RESET.write_text("5")  # the highest so far becomes what is held now
-            self._before = _resident("VmRSS")
+            self._before = resident("VmRSS")
         except OSError:  # no such counter here
             pass
 
@@ -34,11 +34,13 @@ class PeakMemory:
         if self._before is None:
             return None, None
         on_gpu = self._device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated(self._device) if on_gpu else _resident("VmHWM")
+        peak = torch.cuda.max_memory_allocated(self._device) if on_gpu else resident("VmHWM")
         return peak, max(peak - self._before, 0)
 
 
-def _resident(name: str) -> int:
+def resident(name: str) -> int:
+    """Bytes of this process that Linux counts as VmRSS, or as VmHWM, its peak. Raises OSError:
+    nobody counts them here."""
     for line in _STATUS.read_text(encoding="ascii").splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024

@@ -183,9 +183,9 @@ def test_a_run_that_makes_heads_worse_stops_with_a_sentence(
     [
         (50.0, 1e-3, r"worse than fresh ones: .* or lora_learning_rate"),
         (
-            *(1e-3, 50.0),
-            r"the loss is not finite in step 7: .* with a learning_rate below 0\.001 or a "
-            r"lora_learning_rate below 50, or with",
+            *(1e-3, 1e20),  # two matrices of such weights multiply to infinity
+            r"loss is not finite (in|by) step \d+: .* with a learning_rate below 0\.001 or a "
+            r"lora_learning_rate below 1e\+20, or with",
         ),
     ],
     ids=["heads", "adapter"],
