@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from medusa_heads.config import IGNORED
 from medusa_heads.data.chat import ChatTemplate
+from medusa_heads.errors import MedusaWarning
 from medusa_heads.files import parse_json
 from medusa_heads.inference.regeneration.answers import NO_CONVERSATION, NO_QUESTION, TEMPLATE
 from medusa_heads.inference.regeneration.prompts import Messages
@@ -214,6 +216,13 @@ def read_dialogues(
         raise ValueError(
             f"the corpus holds conversations in {column!r}, and the target's tokenizer has no chat "
             "template: give plain prompts, or a tokenizer with a template"
+        )
+    if column == "prompt" and not dialogues.talks and getattr(tokenizer, "chat_template", None):
+        warnings.warn(
+            "the corpus holds texts in 'prompt', which the target continues as they are, without "
+            "its chat template: for answers of a chat model, give conversations in 'messages'",
+            MedusaWarning,
+            stacklevel=2,
         )
     if column == "text":
         assert tokenizer is not None

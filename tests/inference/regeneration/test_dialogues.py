@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
+from medusa_heads.errors import MedusaWarning
 from medusa_heads.inference.regeneration.answers import (
     EARLIER_TURN,
     EMPTY,
@@ -194,7 +195,8 @@ def test_shards_share_the_rows_and_write_what_one_process_writes(
 
 
 def test_prompts_are_texts_or_conversations(target: TargetModel, tmp_path: Path) -> None:
-    texts = ask(target, Dataset.from_dict({"prompt": ["x = ", "y"]}), tmp_path)
+    with pytest.warns(MedusaWarning, match="continues as they are, without its chat template"):
+        texts = ask(target, Dataset.from_dict({"prompt": ["x = ", "y"]}), tmp_path)
     assert [read(row)[0][:4] for row in texts.rows] == ["x = ", "y" + read(texts.rows[1])[0][1:4]]
     talks = ask(target, Dataset.from_dict({"prompt": [TALK[:1]]}), tmp_path)
     assert read(talks.rows[0])[0].startswith("u:hia:")
