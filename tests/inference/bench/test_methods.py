@@ -129,7 +129,7 @@ def test_plain_compiled_writes_the_same(medusa: MedusaModel, monkeypatch: Any) -
     assert methods[COMPILED]["identical"] == 1.0
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_compiled_methods_write_the_same(
     medusa: MedusaModel, tiny_llama: TinyLlama, quick_costs: None, monkeypatch: Any, size: int
 ) -> None:

@@ -187,7 +187,7 @@ def test_the_text_alone_drafts_no_more_than_there_is_room_for(tiny_llama: TinyLl
     assert "step" in free.last_stats.seconds
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_no_drafter_outlives_its_choice(tiny_llama: TinyLlama, compiled: bool) -> None:
     """Nor does what it keeps of texts, though the cache stays."""
     model: Any = tiny_llama(num_layers=1).to(DEVICE)

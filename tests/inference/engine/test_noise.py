@@ -126,6 +126,7 @@ def test_what_ones_own_luck_says() -> None:
         assert abs(share - sum(said) / len(said)) < 0.015
 
 
+@pytest.mark.slow
 def test_inductors_code_draws_the_same() -> None:
     """It once wrote beyond its memory: enough tokens for a loop, and some that fill no vector."""
     random = torch.Generator().manual_seed(0)

@@ -33,6 +33,7 @@ def test_rates_are_of_the_same_tokens(
     assert "training runs at" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_peak_of_a_step_is_counted() -> None:
     # At least one layer's widest features, 64 * 8 / 3 rounded up to 192, of all tokens in fp32.
     sizes = ["--random_target", "64x2x4", "--vocabulary", "64"]

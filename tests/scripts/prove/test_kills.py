@@ -30,6 +30,7 @@ def prove(out: Path, *flags: str) -> Record:
     return Record(out / RECORD_FILE)
 
 
+@pytest.mark.slow
 def test_a_few_kills(tmp_path: Path) -> None:
     record = prove(tmp_path, "--kills", "6", "--only", "convert", "regenerate")
     assert len(record.kills) >= 6 and record.holds()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from scripts.prove.regeneration import main
 
 
+@pytest.mark.slow
 def test_a_client_that_is_killed_twice_asks_every_prompt(tmp_path: Path) -> None:
     out = tmp_path / "out"
     flags = ["--prompts", "300", "--kills", "2", "--real_every", "150", "--out", str(out)]

@@ -31,6 +31,7 @@ def prove(folder: Path, *flags: str) -> int:
     return main([*out, "--new_tokens", str(NEW), *flags])
 
 
+@pytest.mark.slow
 def test_three_architectures_hold_and_are_not_run_again(tmp_path: Path) -> None:
     flags = ["--targets", "llama", "gpt2", "bloom", "recurrent_gemma", "--tokens", "2000"]
     assert prove(tmp_path, *flags) == 0

@@ -33,6 +33,7 @@ def test_the_control_must_fail(undivided: float, fails: bool) -> None:
     assert got == fails and f"at the full rate {undivided / 2:.3f}" in sentence
 
 
+@pytest.mark.slow
 def test_a_small_proof(
     tiny_llama: TinyLlama, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

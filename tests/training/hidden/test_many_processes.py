@@ -75,7 +75,6 @@ KINDS = {"plain": [], "streamed": STREAMED, "stopped": STOPPED}
     ("count", "names"),
     [
         (2, ["streamed", "stopped"]),
-        (4, ["plain"]),
         pytest.param(4, [*KINDS], marks=pytest.mark.slow),
         pytest.param(8, [*KINDS], marks=pytest.mark.slow),
     ],
@@ -98,14 +97,8 @@ def test_so_many_learn_what_one_does(
         assert loaded(tmp_path / name)["processes"] == count
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        ["--tensor_parallel"],
-        pytest.param(STREAMED, marks=pytest.mark.slow),
-        pytest.param(["--shard_target"], marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [["--tensor_parallel"], STREAMED, ["--shard_target"]])
 def test_a_killed_run_goes_on_as_if_it_had_not_been(
     more: list[str], flags: list[str], tmp_path: Path
 ) -> None:
@@ -144,6 +137,7 @@ def test_a_target_that_processes_share(flags: list[str], tmp_path: Path) -> None
     assert first != "0 bytes" == again and printed.count("read from") == 3
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_target_in_each_of_two_nodes(flags: list[str], tmp_path: Path) -> None:
     assert main(run_of(flags, 1, tmp_path / "one")) == 0
     run = run_of(flags, 4, tmp_path / "nodes")
@@ -166,7 +160,9 @@ def test_a_target_laid_over_devices(flags: list[str], tmp_path: Path) -> None:
     assert told["attn_implementation"] == "eager"
 
 
-@pytest.mark.parametrize("place", [4, pytest.param(21, marks=pytest.mark.slow), None])
+@pytest.mark.parametrize(
+    "place", [*(pytest.param(place, marks=pytest.mark.slow) for place in (4, 21)), None]
+)
 def test_a_cache_that_fails_in_one_process_ends_all(
     place: int | None, flags: list[str], tmp_path: Path
 ) -> None:

@@ -196,7 +196,7 @@ class ForgetsWhatWasDrawn(RejectionSampling):
         (AcceptsWhereLikelier, "sampled:3", 2000),
         (ResamplesFromTheTarget, "sampled:3", 2000),
         (ForgetsWhatWasDrawn, "sampled:3x2", 4000),
-        (ForgetsWhatWasDrawn, "adaptive", 4000),
+        pytest.param(ForgetsWhatWasDrawn, "adaptive", 4000, marks=pytest.mark.slow),
     ],
 )
 def test_wrong_rules_are_caught(

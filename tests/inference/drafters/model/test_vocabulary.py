@@ -138,9 +138,9 @@ def p_value(
 @pytest.mark.parametrize(
     ("tree", "options"),
     [
-        ("sampled:3", {}),
+        pytest.param("sampled:3", {}, marks=pytest.mark.slow),
         ("sampled:3x2", {"top_k": 3}),
-        ("sampled:3", {"repetition_penalty": 1.6}),
+        pytest.param("sampled:3", {"repetition_penalty": 1.6}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
