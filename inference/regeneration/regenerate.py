@@ -238,7 +238,9 @@ class _Progress(tqdm):
 
     def __init__(self, rows: int, what: str, shown: bool) -> None:
         self._tokens, self._shown = 0, 0.0
-        super().__init__(total=rows, desc=what, unit="row", mininterval=0.5, disable=not shown)
+        # Rows come in batches: only the mean over all of them foretells an end.
+        options = {"unit": "row", "mininterval": 0.5, "smoothing": 0.0}
+        super().__init__(total=rows, desc=what, disable=not shown, **options)
 
     def passed(self, dialogues: Dialogues) -> Iterator[Dialogue]:
         """The dialogues, counted."""
