@@ -73,6 +73,13 @@ def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def quick_int8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large matrices of heads are multiplied in eight bits, whatever is measured here."""
+    monkeypatch.setattr("medusa_heads.heads.int8.int8_gain", lambda _: 2.0)
+    monkeypatch.setattr("medusa_heads.heads.int8.has_int8_products", lambda: True)
+
+
+@pytest.fixture(autouse=True)
 def durable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing: no test pulls the plug, and each wait for the disk takes as long as a small step."""
     monkeypatch.setattr(os, "fsync", lambda _: None)

@@ -58,7 +58,8 @@ class MedusaModel(AssistedModel):
 
     Attributes:
         heads: on the target's device and in its dtype.
-        drafting: the same weights as drafters read them, on a CPU in eight bits and by a preview.
+        drafting: the same weights as drafters read them, on a CPU in eight bits
+            where that is faster, and by a preview.
 
     Raises:
         ValueError: heads or tree do not fit the target.
@@ -81,7 +82,7 @@ class MedusaModel(AssistedModel):
         self._set_deterministic(deterministic)
         heads.share(self.target)
         self.heads = heads.to(device=self.target.device, dtype=self.target.dtype).eval()
-        self.drafting = in_int8(with_preview(self.heads))
+        self.drafting = in_int8(with_preview(self.heads), measured=not deterministic)
         self.statistics = statistics
         self._read_corpus = None
         if corpus is not None:  # when it is first asked for

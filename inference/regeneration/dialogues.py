@@ -217,13 +217,6 @@ def read_dialogues(
             f"the corpus holds conversations in {column!r}, and the target's tokenizer has no chat "
             "template: give plain prompts, or a tokenizer with a template"
         )
-    if column == "prompt" and not dialogues.talks and getattr(tokenizer, "chat_template", None):
-        warnings.warn(
-            "the corpus holds texts in 'prompt', which the target continues as they are, without "
-            "its chat template: for answers of a chat model, give conversations in 'messages'",
-            MedusaWarning,
-            stacklevel=2,
-        )
     if column == "text":
         assert tokenizer is not None
         from medusa_heads.data.corpus import draw_windows
@@ -241,7 +234,20 @@ def read_dialogues(
         raise ValueError(
             f"expected rows in shard {shard[0]} of {shard[1]}, got {len(dialogues.corpus)} in all"
         )
+    if column == "prompt" and not dialogues.talks and _lacks_template(corpus[0][column], tokenizer):
+        warnings.warn(
+            "the corpus holds texts in 'prompt', which the target continues as they are, without "
+            "its chat template: for answers of a chat model, give conversations in 'messages'",
+            MedusaWarning,
+            stacklevel=2,
+        )
     return dialogues
+
+
+def _lacks_template(text: str | None, tokenizer: Any) -> bool:
+    """Whether a text is none that the tokenizer's chat template has rendered, though it has one."""
+    marks = [token for token in tokenizer.all_special_tokens if len(token) > 1]
+    return bool(tokenizer.chat_template) and not any(mark in (text or "") for mark in marks)
 
 
 def _check_column(corpus: Dataset, column: str) -> None:

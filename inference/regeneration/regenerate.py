@@ -80,7 +80,7 @@ def regenerate(
         seed: of the sampling. Equal arguments give equal rows, in batches of any size.
         cache_dir: finished answers are kept here, under a key of everything that decides them.
         num_workers: processes that share the batches; see TransformersBackend.
-        progress: show a progress bar, in tokens.
+        progress: show a progress bar, of rows, with the tokens that were made.
     """
     if "input_ids" not in prompts.column_names or len(prompts) == 0:
         raise ValueError("expected at least one prompt in a column 'input_ids', got none")
@@ -119,7 +119,7 @@ def answer_dialogues(
     with closing(AnswerStore(Path(cache_dir), described)) as store:
         ask = partial(_questions, sampling=sampling, backend=backend, greedy_share=greedy_share)
         with _Progress(len(dialogues), "target's text", progress) as bar:
-            asking = _Asking(map(ask, dialogues), bar.update)
+            asking = _Asking(map(ask, dialogues), bar.done)
             for answers in backend.answer(partial(asking.take, store), sampling, bar.made):
                 store.add(answers)
                 for prompt, answer in answers:
@@ -168,10 +168,12 @@ def _questions(
 
 
 class _Asking:
-    """The conversations under way: only what waits for an answer is in memory. `on_end` is called
-    for each that has come to its end."""
+    """The conversations under way: only what waits for an answer is in memory. `on_end` hears of
+    each that has come to its end whether anybody was asked."""
 
-    def __init__(self, conversations: Iterator[Questions], on_end: Callable[[], object]) -> None:
+    def __init__(
+        self, conversations: Iterator[Questions], on_end: Callable[[bool], object]
+    ) -> None:
         self._conversations = conversations
         self._on_end = on_end
         self._ready: deque[Prompt] = deque()  # next turns
@@ -196,7 +198,7 @@ class _Asking:
             while (known := store.get(prompt)) is not None:
                 prompt = questions.send(known)
         except StopIteration:
-            self._on_end()
+            self._on_end(answer is not None)
             return
         self.open[prompt.row] = questions
         self._ready.append(prompt)
@@ -247,6 +249,12 @@ class _Progress(tqdm):
         for dialogue in dialogues:
             yield dialogue
             self.update()
+
+    def done(self, asked: bool) -> None:
+        """Count a row. Those that an earlier run had answered tell nothing of this one's speed."""
+        if not asked and not self.disable:
+            self.initial += 1
+        self.update()
 
     def made(self, tokens: int) -> None:
         """Count tokens, and show them now and then."""

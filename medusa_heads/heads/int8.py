@@ -12,7 +12,8 @@ Source: products of integers, with a scale for each row of weights and for each 
 from __future__ import annotations
 
 import copy
-import platform
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from medusa_heads.heads.correction import Correction
-from medusa_heads.machine import GAIN, int8_gain, int8_product
+from medusa_heads.machine import GAIN, has_int8_products, int8_gain, int8_product
 
 if TYPE_CHECKING:
     from medusa_heads.heads.base import AnyHeads, DraftHeads
@@ -33,7 +34,6 @@ _AT_ONCE = 1 << 22  # weights that are rounded at a time
 # A layer that also hands its input on has a diagonal beside which all other weights would be
 # rounded away.
 _OUTSTANDING = 8.0  # times as large as the others
-_KNOWN = ("x86_64", "AMD64")  # elsewhere torch may have no kernel, but a loop
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -90,15 +90,20 @@ class Int8Linear(nn.Linear):
         return out_NO.unflatten(0, x_RD.shape[:-1])
 
 
-def in_int8(heads: AnyHeads) -> AnyHeads:
+def in_int8(heads: AnyHeads, *, measured: bool = True) -> AnyHeads:
     """These heads, for drafting: a view of them whose large matrices, the target's vocabulary among
     them, are multiplied in eight bits, or they themselves where that does not pay. The view shares
     every weight. It does not see what is trained on or shared later.
+
+    Args:
+        measured: take eight bits where this machine is faster so, with the threads that torch uses
+            now; else wherever there are products of them, whatever the clock says.
     """
-    view = _view(heads)
+    pays = partial(_pays, measured=measured)
+    view = _view(heads, pays)
     if heads.config.vocab_matrix == "shared":
         weight_VD, bias_V = heads.vocab_matrix(0)
-        if _pays(weight_VD):
+        if pays(weight_VD):
             view = copy.copy(view)
             view.near_vocabulary = (Int8Linear(weight_VD, bias_V),)
     return view
@@ -110,16 +115,17 @@ def int8_layers(heads: DraftHeads) -> list[Int8Linear]:
     return [*layers, *heads.near_vocabulary]
 
 
-def _view(module: AnyModule) -> AnyModule:
+def _view(module: AnyModule, pays: Callable[[Tensor], bool]) -> AnyModule:
     """The module with other layers where these pay; else itself. A correction reads rows."""
     linear: Any = module
-    if type(module) is nn.Linear and _pays(linear.weight):
+    if type(module) is nn.Linear and pays(linear.weight):
         layer: Any = Int8Linear(linear.weight, linear.bias)
         return layer
     if isinstance(module, Correction):
         return module
     children = {
-        name: None if child is None else _view(child) for name, child in module._modules.items()
+        name: None if child is None else _view(child, pays)
+        for name, child in module._modules.items()
     }
     if all(child is module._modules[name] for name, child in children.items()):
         return module
@@ -128,12 +134,11 @@ def _view(module: AnyModule) -> AnyModule:
     return view
 
 
-def _pays(weight_OD: Any) -> bool:
+def _pays(weight_OD: Any, *, measured: bool) -> bool:
     plain = weight_OD.device.type == "cpu" and type(weight_OD.data) is Tensor
-    known = platform.machine() in _KNOWN and torch.backends.mkldnn.is_available()
-    large = weight_OD.numel() >= SMALLEST and weight_OD.dtype.is_floating_point
-    # Without instructions for such products a processor may take longer for them.
-    return plain and known and large and int8_gain(weight_OD.dtype) >= GAIN
+    if not plain or weight_OD.numel() < SMALLEST or not weight_OD.dtype.is_floating_point:
+        return False
+    return int8_gain(weight_OD.dtype) >= GAIN if measured else has_int8_products()
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from medusa_heads.machine.choice import GAIN, Choice, as_dtype, choose, speeds
 from medusa_heads.machine.devices import devices_here, find_device, wait_for
 from medusa_heads.machine.facts import describe_machine, machine_facts
 from medusa_heads.machine.measurements import Measurements, as_seconds, measurement_folder
-from medusa_heads.machine.products import Shape, Use, int8_gain, int8_product
+from medusa_heads.machine.products import Shape, Use, has_int8_products, int8_gain, int8_product
 
 __all__ = [
     "GAIN",
@@ -18,6 +18,7 @@ __all__ = [
     "describe_machine",
     "devices_here",
     "find_device",
+    "has_int8_products",
     "int8_gain",
     "int8_product",
     "machine_facts",

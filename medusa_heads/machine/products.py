@@ -7,6 +7,7 @@ caches do. Shapes: R rows, D hidden, F intermediate; N rows of D inputs each, O 
 from __future__ import annotations
 
 import os
+import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from medusa_heads.machine.facts import usable_cores
 from medusa_heads.machine.measurements import Measurements, as_seconds, measurement_folder
 
 Use = Literal["decode", "draft", "tree", "batch", "train"]
-"""One row; a draft's few; a tree of some 16 nodes; a large batch or a prompt; a training step."""
+"""One row; the few of a draft; a tree of some 16 nodes; many rows or a prompt; a training step."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,10 @@ _HOPELESS = 2.5  # times the fastest
 _AGREEING = 0.5
 # Of the time, that threads may wait for a processor: the least times show none of it.
 _WAITING = 0.1
-_SQUARE = Shape(hidden=1024, intermediate=1024)  # as good as any: both ways read all of it
+# What drafts multiply: one row in most layers, some before the vocabulary.
+_OF_DRAFTS: tuple[Use, ...] = ("decode", "draft")
+_SQUARE = Shape(hidden=1024, intermediate=1024, layers=5)
+_KNOWN = ("x86_64", "AMD64")
 _MOST_INPUT = 127  # of a row in eight bits
 _SLOW = 0.1  # seconds: compiling a kernel does not take so long
 
@@ -91,8 +95,8 @@ def product_seconds(use: Use, device: torch.device, dtypes: Sequence[str], shape
 
     What was measured beside other programs serves this process alone: they may be gone later.
     """
-    # A draft takes the threads that the target's forward takes.
-    threads = thread_counts(device) if use != "draft" else [torch.get_num_threads()]
+    # Drafts take the threads that the target's forward takes.
+    threads = [torch.get_num_threads()] if "int8" in dtypes else thread_counts(device)
     facts = {
         "use": use,
         "device": str(device),
@@ -121,12 +125,24 @@ def int8_product(x_ND: Tensor, int8_OD: Tensor) -> Tensor:
     return torch._int_mm(int8_ND, int8_OD.T).float().mul_(unit_N1)
 
 
+def has_int8_products() -> bool:
+    """Whether torch multiplies eight bits here by more than a loop."""
+    return platform.machine() in _KNOWN and torch.backends.mkldnn.is_available()
+
+
 def int8_gain(dtype: torch.dtype) -> float:
-    """How many times as fast as in the dtype a draft's products are in eight bits, on this CPU with
-    the threads that torch uses. Without instructions for them it can be less than once."""
+    """How many times as fast as in the dtype products of one row and of four are in eight bits, on
+    this CPU with the threads that torch uses; 0.0 where there is but a loop for them. Without
+    instructions for them it can be less than once."""
+    if not has_int8_products():
+        return 0.0
     own, threads = dtype_name(dtype), torch.get_num_threads()
-    seconds = product_seconds("draft", torch.device("cpu"), [own, "int8"], _SQUARE)
-    return seconds[own, threads] / seconds["int8", threads]
+    in_own = in_int8 = 0.0
+    for use in _OF_DRAFTS:
+        seconds = product_seconds(use, torch.device("cpu"), [own, "int8"], _SQUARE)
+        in_own += seconds[own, threads]
+        in_int8 += seconds["int8", threads]
+    return in_own / in_int8
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -244,8 +260,9 @@ def _pass(use: Use, device: torch.device, dtype: torch.dtype, shape: Shape) -> C
 
     @torch.inference_mode()
     def forward() -> None:
-        for weight_FD in weights_FD:
-            product(x_RD, weight_FD)
+        with torch.autocast(device.type, enabled=False):  # whatever the caller does
+            for weight_FD in weights_FD:
+                product(x_RD, weight_FD)
         wait_for(device)
 
     def there_and_back() -> None:

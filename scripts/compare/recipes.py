@@ -226,6 +226,7 @@ def run(name: str, texts: Texts, prompts: int, arguments: CompareArguments) -> d
         * arguments.num_train_epochs,
         "parameters": trainable(heads),
         "seconds": round(seconds),
+        "bf16": optimisation.bf16,
         "measured": figures,
     }
 

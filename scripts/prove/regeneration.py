@@ -86,6 +86,7 @@ def prove(arguments: RegenerationArguments, out: Path) -> dict[str, Any]:
     from medusa_heads.checkpoint.provenance import provenance
 
     import_all(MODULES)  # once, and not in every process that is forked
+    most = MOST_MEMORY + resident("VmRSS")
     revision = provenance()["git_sha"]
     corpora = {"few": arguments.prompts // 10, "all": arguments.prompts}
     for name, count in corpora.items():
@@ -106,7 +107,6 @@ def prove(arguments: RegenerationArguments, out: Path) -> dict[str, Any]:
             faults.append(f"{name}: {count['asked']} prompts are accounted for")
     if len(found) != runs["killed"]["accounting"]["done"]:
         faults.append(f"{len(found)} rows are not as many as are accounted for")
-    most = MOST_MEMORY + resident("VmRSS")
     faults += [
         f"{name}: a process took {max(each['peaks']):,} KiB"
         for name, each in runs.items()

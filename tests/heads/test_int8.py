@@ -29,9 +29,7 @@ ALL_KINDS = [
 
 @pytest.fixture
 def every_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a processor that has instructions for them."""
     monkeypatch.setattr(int8, "SMALLEST", 0)
-    monkeypatch.setattr(int8, "int8_gain", lambda _: 2.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -149,19 +147,34 @@ def test_matrices_are_rounded_once_and_let_go() -> None:
     assert len(int8._rounded) < known
 
 
-def test_small_matrices_stay(tiny_llama: TinyLlama) -> None:
+def measured(_: object) -> float:
+    raise AssertionError("nothing is measured here")
+
+
+def test_small_matrices_stay(tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8, "int8_gain", measured)
     heads = new_heads(tiny_llama(), HeadsConfig(num_heads=2, prefix_attention=True))
     assert in_int8(heads) is heads
 
 
 @pytest.mark.usefixtures("every_matrix")
-@pytest.mark.parametrize("machine", ["aarch64", "x86_64"])
-def test_other_processors_multiply_as_ever(
-    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, machine: str
+def test_what_lies_elsewhere_stays(tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8, "int8_gain", measured)
+    heads = new_heads(tiny_llama(), HeadsConfig(num_heads=2, vocab_matrix="own")).to("meta")
+    assert in_int8(heads) is heads
+
+
+@pytest.mark.usefixtures("every_matrix")
+@pytest.mark.parametrize("there", [False, True])
+def test_no_clock_is_read_where_steps_must_be_the_same(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, there: bool
 ) -> None:
-    monkeypatch.setattr(int8.platform, "machine", lambda: machine)
-    heads = new_heads(tiny_llama(), HeadsConfig(num_heads=2))
-    assert (in_int8(heads) is heads) == (machine == "aarch64")
+    monkeypatch.setattr(int8, "int8_gain", measured)
+    monkeypatch.setattr(int8, "has_int8_products", lambda: there)
+    target = tiny_llama()
+    heads = new_heads(target, HeadsConfig(num_heads=2))
+    medusa = MedusaModel(target, heads, tree="cartesian:2", deterministic=True)
+    assert bool(int8_layers(medusa.drafting)) == there
 
 
 @pytest.mark.usefixtures("every_matrix")

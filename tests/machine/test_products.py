@@ -49,16 +49,29 @@ def test_measured_once_and_kept(use: Use, cache: Path, waits: list[float | None]
     assert file.read_bytes() == written
 
 
-def test_what_eight_bits_bring_is_measured_and_kept(cache: Path, waits: list[float | None]) -> None:
-    gain = int8_gain(torch.float32)
-    assert gain > 0
+def test_what_eight_bits_bring_is_measured_and_kept(
+    cache: Path, waits: list[float | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SQUARE", SMALL)
+    monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")
+    with torch.autocast("cpu", torch.bfloat16):  # of whoever loads heads
+        assert int8_gain(torch.float32) > 0
     module._known.clear()  # as in another process
-    (file,) = (cache / "products").iterdir()
-    stored = json.loads(file.read_text())
-    assert stored["values"]["seconds"].keys() == {"float32 1", "int8 1"}
-    stored["values"]["seconds"] = {"float32 1": 0.001, "int8 1": 0.004}
-    file.write_text(json.dumps(stored))
-    assert int8_gain(torch.float32) == pytest.approx(0.25)
+    files = sorted((cache / "products").iterdir())
+    assert len(files) == 2  # one row, and some
+    for file, int8 in zip(files, (0.001, 0.004), strict=True):
+        stored = json.loads(file.read_text())
+        assert stored["values"]["seconds"].keys() == {"float32 1", "int8 1"}
+        stored["values"]["seconds"] = {"float32 1": 0.001, "int8 1": int8}
+        file.write_text(json.dumps(stored))
+    assert int8_gain(torch.float32) == pytest.approx(2 / 5)
+
+
+def test_a_processor_without_a_kernel_for_eight_bits_is_not_measured(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.platform, "machine", lambda: "aarch64")
+    assert int8_gain(torch.float32) == 0.0 and not (cache / "products").exists()
 
 
 def test_what_a_busy_machine_says_is_for_this_process_alone(

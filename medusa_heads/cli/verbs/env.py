@@ -60,15 +60,19 @@ def show(arguments: EnvArguments) -> None:
     say(f"devices: {', '.join(map(str, machine.devices_here()))}")
     say(f"measured on {where}, in speeds relative to float32:")
     shape = machine.Shape() if form is None else form.shape
+    chosen: dict[Use, machine.Choice] = {}
     for use, purpose in USES.items():
         stored = None if form is None or use == "train" else form.dtype
-        say(f"  {purpose}: {machine.choose(use, device=where, stored=stored, shape=shape)}")
+        chosen[use] = machine.choose(use, device=where, stored=stored, shape=shape)
+        say(f"  {purpose}: {chosen[use]}")
         found = machine.speeds(use, device=where, stored=stored, shape=shape)
         each = (
             f"{dtype} on {count} thread{'s'[: count != 1]} {speed:.2f}"
             for (dtype, count), speed in found.items()
         )
         say("    " + ", ".join(each))
+    if where == "cpu" and (gain := machine.int8_gain(chosen["tree"].dtype)):
+        say(f"  drafts in eight bits: {gain:.2f} times the speed of the tree's dtype")
     folder, home = str(machine.measurement_folder()), os.path.expanduser("~")
     shown = "~" + folder.removeprefix(home) if folder.startswith(home + os.sep) else folder
     say(f"measurements are kept in {shown}")

@@ -159,7 +159,6 @@ def test_memory_of_heads_is_what_they_hold(
     tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, smallest: int
 ) -> None:
     monkeypatch.setattr(int8, "SMALLEST", smallest)
-    monkeypatch.setattr(int8, "int8_gain", lambda _: 2.0)
     target = TargetModel(tiny_llama())
     heads = new_heads(target, HeadsConfig(num_heads=2, vocab_matrix="own", features=[0]))
     view: Any = int8.in_int8(heads)
@@ -177,7 +176,6 @@ def test_chains_in_eight_bits_are_measured_anew(
     tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
     monkeypatch.setattr(int8, "SMALLEST", 0)
-    monkeypatch.setattr(int8, "int8_gain", lambda _: 2.0)
     target = TargetModel(tiny_llama())
     heads = new_heads(target, HeadsConfig(num_heads=1)).eval()
     statistics = HeadStatistics.from_ranks(torch.zeros(9, 1, dtype=torch.long))

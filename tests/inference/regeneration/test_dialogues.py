@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -198,7 +199,10 @@ def test_prompts_are_texts_or_conversations(target: TargetModel, tmp_path: Path)
     with pytest.warns(MedusaWarning, match="continues as they are, without its chat template"):
         texts = ask(target, Dataset.from_dict({"prompt": ["x = ", "y"]}), tmp_path)
     assert [read(row)[0][:4] for row in texts.rows] == ["x = ", "y" + read(texts.rows[1])[0][1:4]]
-    talks = ask(target, Dataset.from_dict({"prompt": [TALK[:1]]}), tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MedusaWarning)
+        ask(target, Dataset.from_dict({"prompt": [f"x {END}"]}), tmp_path)  # what a template writes
+        talks = ask(target, Dataset.from_dict({"prompt": [TALK[:1]]}), tmp_path)
     assert read(talks.rows[0])[0].startswith("u:hia:")
 
 

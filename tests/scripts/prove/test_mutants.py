@@ -24,7 +24,6 @@ def test_tests_of_the_plan_are_there_and_functions_stand_in_it_once() -> None:
         assert (ROOT / test.partition("::")[0]).is_file(), test
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("function", sorted({s.mutant.function for s in SURVIVORS}))
 def test_listed_survivors_are_mutants_of_the_code_as_it_is(function: str) -> None:
     (name,) = [name for law in LAWS for name in law.functions if name.endswith(f":{function}")]

@@ -4,10 +4,32 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from datasets import Dataset
+from transformers import AutoTokenizer
 
-from scripts.prove.regeneration import main
+from scripts.prove.answering import TARGET
+from scripts.prove.regeneration import compare, main, spoil
+
+
+def test_rows_that_are_spoilt_are_found(tmp_path: Path) -> None:
+    corpus = tmp_path / "few.jsonl"
+    corpus.write_text("".join(json.dumps({"prompt": f"x{n} = "}) + "\n" for n in range(20)))
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(TARGET))
+    asked = [tokenizer(f"x{n} = ")["input_ids"] for n in range(20)]
+    rows = Dataset.from_dict(
+        {
+            "input_ids": [[*ids, 5, 6] for ids in asked],
+            "labels": [[-100] * len(ids) + [5, 6] for ids in asked],
+        }
+    )
+    assert compare(corpus, rows, rows) == []
+    spoilt = list(spoil(rows))
+    assert len(spoilt) > 2
+    for name, other in spoilt:
+        assert compare(corpus, rows, other), name
 
 
 @pytest.mark.slow
