@@ -28,14 +28,15 @@ def provenance(extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
         "command": command if command in _COMMANDS else None,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in ("medusa-heads", *packages)},
+        "versions": {name: version(name) for name in ("medusa-heads", *packages)},
         "git_sha": _git_sha(),
         **(extra or {}),
     }
 
 
 @cache  # reading a package's metadata takes milliseconds, and a run asks at each of its writes
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """Of an installed package; None where it is not there."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -18,7 +18,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from filelock import FileLock, Timeout
 from rich.filesize import decimal
 
 from medusa_heads import data
+from medusa_heads.checkpoint.provenance import version
 from medusa_heads.files import (
     check_folder,
     code_sha256,
@@ -58,7 +58,7 @@ def prepared_folder(place: str | None, *hangs_on: Any) -> Path:
     default in the cache of `datasets`. ValueError where it cannot be written."""
     from datasets.fingerprint import Hasher
 
-    versions = [_version(name) for name in _LIBRARIES]
+    versions = [version(name) for name in _LIBRARIES]
     code = code_sha256(Path(str(data.__file__)).parent, Path(__file__).parent)
     home = _default_home() if place is None else expanded(place)
     check_folder(home)
@@ -69,13 +69,6 @@ def _default_home() -> Path:
     from datasets import config
 
     return Path(config.HF_DATASETS_CACHE) / "medusa_heads"
-
-
-def _version(library: str) -> str | None:
-    try:
-        return version(library)
-    except PackageNotFoundError:  # one that need not be there
-        return None
 
 
 def table_fingerprint(rows: Dataset) -> str:
