@@ -26,6 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from medusa_heads.files import remove_leftovers
+from medusa_heads.machine.products import dtype_name
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.data.pack import hidden_of
 from medusa_heads.training.data.prepare import collate
@@ -59,22 +60,18 @@ class Part:
 
     def size(self, dtype: torch.dtype) -> int:
         """The bytes of all states that are to be kept."""
-        layout = Layout(len(self.rows), 1, 1, None, _name(dtype))
+        layout = Layout(len(self.rows), 1, 1, None, dtype_name(dtype))
         positions = int(kept_counts(self.rows, self.key.positions).sum())
         return positions * Index(self.key, layout).position_bytes
 
     def layout(self, dtype: torch.dtype, shard_bytes: int) -> tuple[Layout, Any]:
         """How it will lie there, and the positions of each place."""
-        rows, said = len(self.rows), _name(dtype)
+        rows, said = len(self.rows), dtype_name(dtype)
         layout = Layout(rows, self.batch_size, rows, self.seed, said)
         counts = kept_counts(self.rows, self.key.positions)[layout.order()]
         bytes_of_batch = Index(self.key, layout).position_bytes * counts.mean() * self.batch_size
         batches = max(round(shard_bytes / max(bytes_of_batch, 1)), 1)
         return Layout(rows, self.batch_size, batches * self.batch_size, self.seed, said), counts
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def write_parts(
