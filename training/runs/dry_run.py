@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.filesize import decimal
+from rich.filesize import decimal, pick_unit_and_suffix
 from rich.table import Table
 from torch import nn
 from transformers import TrainingArguments
@@ -262,10 +262,8 @@ def show_plan(plan: DryRun, console: Console) -> None:
 
 def count(number: float) -> str:
     """For example `8.03 B`."""
-    for limit, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
-        if number >= limit:
-            return f"{number / limit:.3g}{unit}"
-    return f"{number:.0f}"
+    unit, suffix = pick_unit_and_suffix(round(number), ["", " k", " M", " B"], 1000)
+    return f"{number / unit:.3g}{suffix}"
 
 
 def byte_size(number: float) -> str:
