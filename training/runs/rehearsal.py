@@ -170,7 +170,9 @@ def rehearse(
     held = _longest(data.held_out, max(args.per_device_eval_batch_size, 2))
     surest = max(map(dict, data.held_out), key=_longest_run)  # there every head has a true token
     held = [surest, *(row for row in held if row != surest)][: len(held)]
-    half = rows[: len(rows) // 2] if len(rows) > 1 else [_last_half(rows[0])]
+    half = rows[: len(rows) // 2]
+    if not half:  # of a single row its second part, where answers stand
+        half = [{name: value[len(value) // 2 :] for name, value in rows[0].items()}]
     less = held[: max(len(held) // 2, 1)]
     with _quiet():
         small = _measure(train, target, data, args, half, less)
@@ -229,11 +231,6 @@ def _longest_run(row: dict[str, Any]) -> int:
     """Tokens in a row that are learnt, at most."""
     runs = groupby(row["labels"], key=lambda label: label != IGNORED)
     return max((len(list(run)) for learnt, run in runs if learnt), default=0)
-
-
-def _last_half(row: dict[str, Any]) -> dict[str, Any]:
-    """Where answers stand."""
-    return {name: value[len(value) // 2 :] for name, value in row.items()}
 
 
 @contextlib.contextmanager
