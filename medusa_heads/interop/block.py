@@ -185,12 +185,8 @@ def _theirs(ours: str) -> str:
 def _check_kind(source: Source, said: tuple[Mapping[str, Any], ...]) -> None:
     """Raises ValueError, by name: what a block here cannot be."""
     layers = one_of_said(said, "layer_types") or []
-    windows = not layers and one_of_said(said, "model_type") == ASSISTANT_TYPE
-    windows = (
-        windows
-        or not isinstance(layers, list)
-        or any(layer != "full_attention" for layer in layers)
-    )
+    full = isinstance(layers, list) and set(map(str, layers)) <= {"full_attention"}
+    windows = not full or (not layers and one_of_said(said, "model_type") == ASSISTANT_TYPE)
     strange = {
         "layers with a window (layer_types)": windows or one_of_said(said, "use_swa"),
         "queries that see only what stands before them (causal)": one_of_said(said[:1], "causal"),

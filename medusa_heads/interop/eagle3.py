@@ -123,13 +123,9 @@ def _theirs(ours: str, layer: str) -> str:
 def _shape(top: Mapping[str, Any], said: Mapping[str, Any], rows: int) -> DecoderShape:
     # speculators' own default differs from that of the files that vLLM reads.
     before = top.get("norm_before_residual", "speculators_model_type" in top)
-    norm = "each" if _true(top, "fc_norm") else "all" if _true(top, "norm_before_fc") else "none"
+    norm = "each" if top.get("fc_norm") else "all" if top.get("norm_before_fc") else "none"
     ours = {"norm_before_residual": before, "feature_norm": norm}
     return DecoderShape.from_dict(shape_said(said, rows) | ours)
-
-
-def _true(said: Mapping[str, Any], name: str) -> bool:
-    return bool(said.get(name, False))
 
 
 def _features(source: Source, hidden_size: int, notices: list[str]) -> list[int] | None:

@@ -76,14 +76,9 @@ class Outgoing:
         kind = _KINDS.get(to, "medusa")
         if config.kind != kind:
             fitting = [name for name, held in _KINDS.items() if held == config.kind]
-            raise ValueError(
-                f"{engine} holds no {config.kind} heads: "
-                + (
-                    f"give --to {' or '.join(fitting)}"
-                    if fitting
-                    else f"train kind '{kind}' for it"
-                )
-            )
+            train = f"train kind '{kind}' for it"
+            advice = f"give --to {' or '.join(fitting)}" if fitting else train
+            raise ValueError(f"{engine} holds no {config.kind} heads: {advice}")
         if kind != "medusa":
             self._check_layers(to)
             return

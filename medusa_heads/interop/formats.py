@@ -13,6 +13,7 @@ from torch import Tensor
 
 from medusa_heads.config import HeadsConfig, HeadsKind
 from medusa_heads.interop import ReadFormat, block, eagle3
+from medusa_heads.interop.decoders import number_said
 from medusa_heads.interop.source import Source
 from medusa_heads.settings import MOST
 
@@ -253,14 +254,8 @@ def _claims(config: Mapping[str, Any], form: Format) -> dict[str, tuple[str, int
     said = config.get(form.section, {}) if form.section else config
     if not isinstance(said, dict):
         raise ValueError(f"config.json: {form.section} must be an object, got {said!r}")
-    found = {}
-    for ours, key in form.keys.items():
-        value = said.get(key)
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
-            raise ValueError(
-                f"config.json: {key} must be an integer from 1 to {MOST}, got {value!r}"
-            )
-        found[ours] = (key, value)
-    return found
+    return {
+        ours: (key, number_said(key, said[key], 1, MOST))
+        for ours, key in form.keys.items()
+        if said.get(key) is not None
+    }
