@@ -205,17 +205,3 @@ class Growing:
         for own, token, afters in found:
             self._found += 1
             heappush(self._waiting, (-own * scale, self._found, node, token, afters))
-
-
-def grow(
-    root: int,
-    proposals: Sequence[Proposal],
-    most: int,
-    least: float = 0.0,
-    *,
-    chain_only: bool = False,
-) -> PrefixTree:
-    """The likeliest nodes of all that is offered, in the order of their chances: see Growing."""
-    growing = Growing(root, proposals, most, least, chain_only=chain_only)
-    growing.to(most)
-    return growing.tree

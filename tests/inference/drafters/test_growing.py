@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medusa_heads.inference.adapt.evidence import Evidence
-from medusa_heads.inference.drafters.growing import Growing, Proposal, grow
+from medusa_heads.inference.drafters.growing import Growing, Proposal
+from tests.inference.drafters.growing import grow
 
 # What is offered behind each path of tokens.
 Table = dict[tuple[int, ...], dict[int, float]]

@@ -11,13 +11,13 @@ import torch
 
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.drafters.extra.early_exit import ExitClock
-from medusa_heads.inference.drafters.growing import grow
 from medusa_heads.inference.drafters.recycling import RecyclingSource
 from medusa_heads.inference.models import training_free
 from medusa_heads.inference.models.training_free import DRAFTERS, TrainingFreeModel
 from medusa_heads.inference.plan import adaptive as adaptive_plan
 from medusa_heads.trees.tree import TreeShape
 from tests.conftest import DEVICE, TinyLlama
+from tests.inference.drafters.growing import grow
 from tests.inference.padded import padded
 from tests.inference.reference import reference
 

@@ -19,13 +19,13 @@ from medusa_heads.inference.drafters.extra.early_exit import (
     ThinnedTarget,
 )
 from medusa_heads.inference.drafters.extra.layer_stack import LayerStack
-from medusa_heads.inference.drafters.growing import grow
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.models.training_free import TrainingFreeModel
 from medusa_heads.inference.plan import adaptive as adaptive_plan
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
 from tests.inference.drafters.extra.thinned import STEPS, drafted, layered, read_state
+from tests.inference.drafters.growing import grow
 from tests.inference.padded import padded
 from tests.inference.reference import reference
 

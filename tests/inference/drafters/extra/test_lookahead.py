@@ -22,7 +22,6 @@ from medusa_heads.inference.drafters.extra.lookahead import (
     NgramSource,
     ngram_proposal,
 )
-from medusa_heads.inference.drafters.growing import grow
 from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.models import training_free
@@ -30,6 +29,7 @@ from medusa_heads.inference.models.training_free import TrainingFreeModel
 from medusa_heads.inference.plan import adaptive as adaptive_plan
 from medusa_heads.trees.tree import TokenTree
 from tests.conftest import DEVICE, TinyLlama
+from tests.inference.drafters.growing import grow
 from tests.inference.padded import padded
 
 END = 11  # of some rows' text, but not of all
