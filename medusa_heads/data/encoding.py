@@ -108,16 +108,12 @@ class Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self._is_fast: bool | None = None  # not known yet
+        # Whether `fastokens` encodes; None before the first text.
+        self.is_fast: bool | None = None
         self._fast: Any = None  # each process makes its own
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_fast": None}
-
-    @property
-    def is_fast(self) -> bool | None:
-        """Whether `fastokens` encodes; None before the first text."""
-        return self._is_fast
 
     def __call__(self, texts: Sequence[str], *, special_tokens: bool) -> Ragged:
         """Token ids, with or without what the tokenizer puts around a text."""
@@ -125,13 +121,13 @@ class Encoder:
         return Ragged.joined([encode(part, special_tokens) for part in _in_parts(texts)])
 
     def _engine(self, texts: Sequence[str]) -> Callable[[list[str], bool], Ragged]:
-        if self._is_fast is None and not texts:
+        if self.is_fast is None and not texts:
             return self._usual
-        if self._fast is None and self._is_fast is not False:
+        if self._fast is None and self.is_fast is not False:
             self._fast = _fast_tokenizer(self.tokenizer)
-        if self._is_fast is None:
-            self._is_fast = self._fast is not None and self._agree(texts)
-        return self._quick_or_usual if self._is_fast else self._usual
+        if self.is_fast is None:
+            self.is_fast = self._fast is not None and self._agree(texts)
+        return self._quick_or_usual if self.is_fast else self._usual
 
     def _agree(self, texts: Sequence[str]) -> bool:
         step = -(-len(texts) // _COMPARED)
