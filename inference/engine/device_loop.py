@@ -106,7 +106,8 @@ class DeviceLoop:
                     reading.sizes.append(size)
                     nodes = drafter.num_nodes if size is None else size + 1
                     with cache.tree_slots(None, nodes, on_device.roots_B.device):
-                        self._step(target, drafter, on_device, levels, size)
+                        step = partial(target.run, self._compiled) if target.compiles else _step
+                        step(target, drafter, on_device, levels, size)
         except UnsupportedArchitecture as error:  # found before a first step was taken
             self._fails.setdefault(drafter, set()).add(kinds(rule.processors))
             del stats.seconds["step"]  # there was none
@@ -117,19 +118,6 @@ class DeviceLoop:
         finally:
             del on_device.cache, on_device.memories
         _hand_over(on_device, state, stats)
-
-    def _step(
-        self,
-        target: CompiledTarget,
-        drafter: Drafter,
-        state: DeviceState,
-        levels: int,
-        size: int | None,
-    ) -> None:
-        if target.compiles:
-            target.run(self._compiled, target, drafter, state, levels, size)
-        else:
-            _step(target, drafter, state, levels, size)
 
     def _buckets_of(
         self, drafter: Drafter, state: DeviceState, rule: SampleThenMatch
