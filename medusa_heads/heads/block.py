@@ -124,12 +124,9 @@ class BlockLayers(nn.Module):
             if document_BT is not None:
                 same_BPS = document_BT[:, chunk, None] == document_BT[:, None, : chunk.stop]
                 visible_BPS = visible_BPS & same_BPS
-            at, held = (
-                (x_BTD[:, chunk], position_ids_BT[:, chunk]),
-                held_LBASE[..., : chunk.stop, :],
-            )
+            at = x_BTD[:, chunk], position_ids_BT[:, chunk]
             look: Any = self.look if count >= end else partial(checkpoint, self.look, **_AGAIN)
-            parts.append(look(*at, end, held, visible_BPS))
+            parts.append(look(*at, end, held_LBASE[..., : chunk.stop, :], visible_BPS))
         return torch.cat(parts, dim=1)
 
     def keys_and_values(self, x_BTD: Tensor, positions_BT: Tensor, end: int) -> Tensor:
