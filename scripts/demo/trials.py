@@ -132,5 +132,6 @@ def _learning_seconds(
         args.load_best_model_at_end, args.disable_tqdm = False, True
         trainer = HeadsTrainer(new_heads(target, heads), target, args, rows, callbacks=[clock])
         trainer.remove_callback(PrinterCallback)
+        trainer.health.leave_text_unjudged()
         trainer.train()
     return (clock.ends[-1] - clock.ends[0]) / (_STEPS - 1) / size

@@ -67,6 +67,10 @@ class Health(TrainerCallback, ExportableState):
         judged = self._sums_3 is None
         return {"args": {}, "attributes": {"said": list(self.said), "judged": judged}}
 
+    def leave_text_unjudged(self) -> None:
+        """The text is nobody's: drawn tokens, to measure steps with."""
+        self._sums_3 = self._teacher = None
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Go on from a checkpoint: say again what was said."""
         # An entry must be there: saving fails on a callback that the checkpoint did not know.
@@ -74,7 +78,7 @@ class Health(TrainerCallback, ExportableState):
         for sentence in before["attributes"]["said"]:
             self.say(sentence, state.is_world_process_zero)
         if before["attributes"]["judged"]:
-            self._sums_3 = self._teacher = None
+            self.leave_text_unjudged()
 
     def before_loss(
         self, read: Callable[[], Tensor | None], inputs: Mapping[str, Any], reduce: Any, first: bool

@@ -16,12 +16,14 @@ from transformers.trainer_utils import IntervalStrategy
 
 from medusa_heads.cli.train_heads import main
 from medusa_heads.config import IGNORED, HeadsConfig
+from medusa_heads.heads import new_heads
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.draft import DraftArguments
 from medusa_heads.training.loss.teacher import Teacher
 from medusa_heads.training.measure.health import falling, surprise
 from medusa_heads.training.runs.draft import train_draft
 from medusa_heads.training.runs.heads import train_heads
+from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from tests.training.conftest import VOCAB
 from tests.training.runs.test_heads import quick
 
@@ -87,6 +89,17 @@ def test_a_text_that_the_target_would_not_write_is_said_once(
     assert run(make_rows(40), "own") == []
     (sentence,) = run(noise(40), "noise")
     assert sentence.startswith("the target would not write the text of the training set: its perp")
+
+
+def test_drawn_tokens_are_not_judged(
+    learnt: TargetModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    heads = new_heads(learnt, HeadsConfig(num_heads=1))
+    args = quick(tmp_path, steps=4, learning_rate=1e-3)
+    trainer = HeadsTrainer(heads, learnt, args, noise(40), noise(8))
+    trainer.health.leave_text_unjudged()
+    trainer.train()
+    assert warned(caplog) == []
 
 
 def test_a_run_that_goes_on_keeps_what_was_said(
