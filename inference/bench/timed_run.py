@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from medusa_heads.data.prompts import left_padded, stop_ids, until_end
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.machine import wait_for
 from medusa_heads.machine.memory import PeakMemory
-from medusa_heads.target.prompts import left_padded, stop_ids, until_end
 
 WARM_UP_TOKENS = 24
 

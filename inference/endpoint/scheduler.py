@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from medusa_heads.data.prompts import stop_ids
 from medusa_heads.inference.endpoint.metrics import Metrics
 from medusa_heads.inference.endpoint.text import Ending, Text
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.running import RunningBatch
-from medusa_heads.target.prompts import stop_ids
 
 _LOG = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from medusa_heads.data.prompts import until_end
 from medusa_heads.inference.regeneration.prompts import Prompt
 from medusa_heads.settings import at_least
-from medusa_heads.target.prompts import until_end
 
 # Why a prompt was asked in vain.
 EMPTY = "empty answer"

@@ -16,6 +16,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingLogitsProcessor,
 )
 
+from medusa_heads.data.prompts import stop_ids
 from medusa_heads.inference.regeneration.answers import (
     SERVER_ERROR,
     Answer,
@@ -27,7 +28,6 @@ from medusa_heads.inference.regeneration.answers import (
 )
 from medusa_heads.inference.regeneration.prompts import Prompt, draw
 from medusa_heads.inference.regeneration.transformers_backend import TargetBackend
-from medusa_heads.target.prompts import stop_ids
 
 _CPU_PAGE = 32  # tokens
 _GREEDY = -1.0  # instead of a number in [0, 1): take the likeliest token

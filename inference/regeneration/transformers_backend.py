@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+from medusa_heads.data.prompts import left_padded, pad_id, stop_ids
 from medusa_heads.inference.models.medusa import MedusaModel
 from medusa_heads.inference.regeneration.answers import (
     Answer,
@@ -30,7 +31,6 @@ from medusa_heads.inference.regeneration.answers import (
     as_answer,
 )
 from medusa_heads.inference.regeneration.prompts import Prompt, RowDraws
-from medusa_heads.target.prompts import left_padded, pad_id, stop_ids
 from medusa_heads.target.target import TargetModel
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from medusa_heads.data.chat import ask_ids
+from medusa_heads.data.prompts import stop_ids
 from medusa_heads.files import expanded, replace_file
 from medusa_heads.target.cache import RowCache
-from medusa_heads.target.prompts import stop_ids
 
 if TYPE_CHECKING:
     from medusa_heads.cli.streaming import StepStreamer

@@ -22,8 +22,8 @@ import torch
 from datasets import Dataset
 
 from medusa_heads.config import IGNORED
+from medusa_heads.data.prompts import left_padded, pad_id, stop_ids, until_end
 from medusa_heads.files import replace_file
-from medusa_heads.target.prompts import left_padded, pad_id, stop_ids, until_end
 from medusa_heads.target.target import TargetModel
 
 Row = dict[str, list[int]]

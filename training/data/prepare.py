@@ -22,9 +22,9 @@ from medusa_heads.config import IGNORED
 from medusa_heads.data.bad_rows import BadRows
 from medusa_heads.data.chat import ChatTemplate
 from medusa_heads.data.finding import HELD_OUT
+from medusa_heads.data.prompts import stop_ids
 from medusa_heads.data.sources import Corpus, as_corpus, is_stream, load_corpus
 from medusa_heads.target.loading import find_tokenizer
-from medusa_heads.target.prompts import stop_ids
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.data import EVAL_ROWS, STREAM_EVAL_ROWS, DataArguments
 from medusa_heads.training.data.pack import check_packing

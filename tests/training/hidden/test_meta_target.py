@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from medusa_heads.target.prompts import stop_ids
+from medusa_heads.data.prompts import stop_ids
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.hidden.meta_target import meta_target
