@@ -73,10 +73,15 @@ def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def quick_int8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large matrices of heads are multiplied in eight bits, whatever is measured here."""
+def quick_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large matrices of heads are multiplied in eight bits, and a target's are packed, whatever is
+    measured here."""
+    from medusa_heads.machine.kernels import has_packed_products
+
     monkeypatch.setattr("medusa_heads.heads.int8.int8_gain", lambda _: 2.0)
     monkeypatch.setattr("medusa_heads.heads.int8.has_int8_products", lambda: True)
+    gain = "medusa_heads.target.packed.packed_gain"
+    monkeypatch.setattr(gain, lambda dtype, *_: 2.0 if has_packed_products(dtype) else 0.0)
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from medusa_heads.inference.adapt.step_bench import SIZES, RandomChain, StepBenc
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.machine import Measurements, as_seconds
 from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.packed import PackedMatrices
 from medusa_heads.target.target import TargetModel
 
 DEFAULT_CONTEXT = 256
@@ -143,6 +144,7 @@ def target_facts(target: TargetModel) -> dict[str, Any]:
         "attention": target.config._attn_implementation,
         "device": str(target.device.type),
         "threads": torch.get_num_threads(),
+        "packed": PackedMatrices.of(target.model).pays,  # whichever view of the model this is
     }
 
 

@@ -96,13 +96,13 @@ class Memory:
         self._per_token = cache_bytes_per_token(model.target)
         self._nodes = model.drafter.num_nodes
         target = model.target.model
-        self.weights = bytes_of((*target.parameters(), *target.buffers()))
-        self.weights += heads_bytes(model.drafting)
         limit = model.target.max_positions
         room = _LONG + _NEW if limit is None else limit - self._nodes
         self._new = min(_NEW, max(1, room // 2))
         self._short = short = max(1, min(_LONG, room - self._new) // 3)
         watch(model, 1, short)  # what is made once and kept belongs to the weights
+        self.weights = bytes_of((*target.parameters(), *target.buffers()))
+        self.weights += model.target.packed_bytes + heads_bytes(model.drafting)
         few_3, more_3, many_3, two_3, two_many_3 = (
             self._working(model, rows, prompt)
             for rows in (1, 2)

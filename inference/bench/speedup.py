@@ -184,7 +184,7 @@ def memory_overhead(
     drafted = nodes * batch_size
     prefix = heads.prefix
     return {
-        "target": bytes_of(target.model.parameters()),
+        "target": bytes_of(target.model.parameters()) + target.packed_bytes,
         "heads": heads_bytes(heads),
         "cache_per_token": per_token,  # the target's keys and values
         # Those of the heads' own layers, if they have any.

@@ -108,7 +108,8 @@ class AssistedModel(ABC):
                 "load it on one device, without device_map",
             )
         self._lock = Lock()
-        self._chain_only = capability(self.target) != "tree"
+        # Of the model's own matrices: packing is not for all, and proved by itself.
+        self._chain_only = capability(self.target.without_packed()) != "tree"
         self.acceptance, self.rng = acceptance, rng
         self.acceptance_settings = dict(acceptance_settings or {})
         self.last_stats = GenerationStats()
@@ -116,6 +117,8 @@ class AssistedModel(ABC):
     def _set_deterministic(self, wanted: bool) -> None:
         _check_options(compile="auto" if self._late else False, deterministic=wanted)
         self.deterministic = wanted
+        if wanted:
+            self.target = self.target.without_packed()  # which a clock decides about
 
     @property
     def lossless(self) -> bool:

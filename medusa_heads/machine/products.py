@@ -7,7 +7,6 @@ caches do. Shapes: R rows, D hidden, F intermediate; N rows of D inputs each, O 
 from __future__ import annotations
 
 import os
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,10 +19,18 @@ from torch.nn.functional import linear
 
 from medusa_heads.machine.devices import wait_for
 from medusa_heads.machine.facts import usable_cores
+from medusa_heads.machine.kernels import (
+    has_int8_products,
+    has_packed_products,
+    int8_product,
+    pack,
+    packed_product,
+)
 from medusa_heads.machine.measurements import Measurements, as_seconds, measurement_folder
 
-Use = Literal["decode", "draft", "tree", "batch", "train"]
-"""One row; the few of a draft; a tree of some 16 nodes; many rows or a prompt; a training step."""
+Use = Literal["decode", "draft", "few", "tree", "batch", "train"]
+"""One row; the few of a draft; of a small tree; a tree of some 16 nodes; many rows or a prompt; a
+training step."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,8 @@ class Shape:
 
 
 KIND = "products"
-ROWS: dict[Use, int] = {"decode": 1, "draft": 4, "tree": 16, "batch": 512, "train": 64}
+INT8, PACKED = "int8", "packed "
+ROWS: dict[Use, int] = {"decode": 1, "draft": 4, "few": 8, "tree": 16, "batch": 512, "train": 64}
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _WEIGHTS = 32 << 20  # of a pass: 128 MB in float32, more than most caches
 _WEIGHTS_OF_ONE = 8 << 20  # a larger matrix shows nothing that its part does not
@@ -76,11 +84,7 @@ _HOPELESS = 2.5  # times the fastest
 _AGREEING = 0.5
 # Of the time, that threads may wait for a processor: the least times show none of it.
 _WAITING = 0.1
-# What drafts multiply: one row in most layers, some before the vocabulary.
-_OF_DRAFTS: tuple[Use, ...] = ("decode", "draft")
 _SQUARE = Shape(hidden=1024, intermediate=1024, layers=5)
-_KNOWN = ("x86_64", "AMD64")
-_MOST_INPUT = 127  # of a row in eight bits
 _SLOW = 0.1  # seconds: compiling a kernel does not take so long
 
 Seconds = dict[tuple[str, int], float]
@@ -90,13 +94,15 @@ _known: dict[str, Seconds] = {}
 
 
 def product_seconds(use: Use, device: torch.device, dtypes: Sequence[str], shape: Shape) -> Seconds:
-    """Seconds of a pass by dtype and threads, kept where they were measured before; "int8" are
-    products of rounded inputs with rounded weights, for drafts.
+    """Seconds of a pass by dtype and threads, kept where they were measured before; INT8 are
+    products of rounded inputs with rounded weights, for drafts, and PACKED in front of a dtype
+    those of packed weights.
 
     What was measured beside other programs serves this process alone: they may be gone later.
     """
-    # Drafts take the threads that the target's forward takes.
-    threads = [torch.get_num_threads()] if "int8" in dtypes else thread_counts(device)
+    # Other kernels take the threads that everything else takes.
+    others = any(dtype.startswith((INT8, PACKED)) for dtype in dtypes)
+    threads = [torch.get_num_threads()] if others else thread_counts(device)
     facts = {
         "use": use,
         "device": str(device),
@@ -118,31 +124,25 @@ def product_seconds(use: Use, device: torch.device, dtypes: Sequence[str], shape
     return dict(_known[key])
 
 
-def int8_product(x_ND: Tensor, int8_OD: Tensor) -> Tensor:
-    """Near x_ND @ int8_OD.T: inputs in float32, each row rounded to 255 steps; [N, O], float32."""
-    unit_N1 = x_ND.abs().amax(dim=1, keepdim=True).div_(_MOST_INPUT).clamp_min_(1e-30)
-    int8_ND = (x_ND / unit_N1).round_().to(torch.int8)
-    return torch._int_mm(int8_ND, int8_OD.T).float().mul_(unit_N1)
-
-
-def has_int8_products() -> bool:
-    """Whether torch multiplies eight bits here by more than a loop."""
-    return platform.machine() in _KNOWN and torch.backends.mkldnn.is_available()
-
-
 def int8_gain(dtype: torch.dtype) -> float:
     """How many times as fast as in the dtype products of one row and of four are in eight bits, on
     this CPU with the threads that torch uses; 0.0 where there is but a loop for them. Without
     instructions for them it can be less than once."""
-    if not has_int8_products():
-        return 0.0
-    own, threads = dtype_name(dtype), torch.get_num_threads()
-    in_own = in_int8 = 0.0
-    for use in _OF_DRAFTS:
-        seconds = product_seconds(use, torch.device("cpu"), [own, "int8"], _SQUARE)
-        in_own += seconds[own, threads]
-        in_int8 += seconds["int8", threads]
-    return in_own / in_int8
+    return _gain(INT8, dtype, ("decode", "draft"), _SQUARE) if has_int8_products() else 0.0
+
+
+def packed_gain(dtype: torch.dtype, outputs: int, inputs: int) -> float:
+    """How many times as fast products of eight rows are with matrices [outputs, inputs] that were
+    packed, with the threads that torch uses; 0.0 where they cannot be."""
+    own, shape = dtype_name(dtype), Shape(hidden=inputs, intermediate=outputs)
+    return _gain(PACKED + own, dtype, ("few",), shape) if has_packed_products(dtype) else 0.0
+
+
+def _gain(other: str, dtype: torch.dtype, uses: Sequence[Use], shape: Shape) -> float:
+    """Of another kernel over the usual one in a dtype, on the CPU."""
+    own, threads, cpu = dtype_name(dtype), torch.get_num_threads(), torch.device("cpu")
+    found = [product_seconds(use, cpu, [own, other], shape) for use in uses]
+    return sum(each[own, threads] for each in found) / sum(each[other, threads] for each in found)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -178,7 +178,7 @@ def measure(
     What takes long and is far behind the fastest is left with what it took in the rounds before.
     """
     began, waited = time.perf_counter(), _waited()
-    passes = {dtype: _pass(use, device, getattr(torch, dtype), shape) for dtype in dtypes}
+    passes = {dtype: _pass(use, device, dtype, shape) for dtype in dtypes}
     running = [(dtype, count) for dtype in dtypes for count in threads]
     times: dict[tuple[str, int], list[float]] = {each: [] for each in running}
     before = torch.get_num_threads()
@@ -244,19 +244,21 @@ def _timed(products: Callable[[], object], threads: int) -> float:
     return time.perf_counter() - started
 
 
-def _pass(use: Use, device: torch.device, dtype: torch.dtype, shape: Shape) -> Callable[[], object]:
+def _pass(use: Use, device: torch.device, name: str, shape: Shape) -> Callable[[], object]:
     """The products once; of training there and back in autocast, with weights in float32."""
-    training, rounded = use == "train", dtype == torch.int8
+    training, packed = use == "train", name.startswith(PACKED)
+    dtype: torch.dtype = getattr(torch, name.removeprefix(PACKED))
     held = torch.float32 if training else dtype
     rows, wide, narrow, count = matrices(use, shape)
     options: Any = {"dtype": held, "device": device, "requires_grad": training}
     weights_FD = [
-        torch.full((wide, narrow), 1 if rounded else 0.01, **options) for _ in range(count)
+        torch.full((wide, narrow), 1 if name == INT8 else 0.01, **options) for _ in range(count)
     ]
-    x_RD = torch.full(
-        (rows, narrow), 0.01, **options | {"dtype": torch.float32 if rounded else held}
-    )
-    product = int8_product if rounded else linear
+    given = torch.float32 if name == INT8 else held
+    x_RD = torch.full((rows, narrow), 0.01, **options | {"dtype": given})
+    product: Callable[[Tensor, Tensor], Tensor] = int8_product if name == INT8 else linear
+    if packed:
+        product, weights_FD = packed_product, [pack(weight_FD) for weight_FD in weights_FD]
 
     @torch.inference_mode()
     def forward() -> None:

@@ -77,6 +77,8 @@ class CompiledTarget(TargetModel):
         whole_steps: whether steps of decoding are graphs as a whole, where they can be.
     """
 
+    packs = False  # no graph knows packed matrices
+
     def __init__(
         self,
         model: PreTrainedModel,

@@ -6,8 +6,10 @@ Shapes: B batch, T tokens, N tree nodes, S cache slots, V vocabulary, X columns 
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,7 @@ from medusa_heads.target.cache import RowCache
 from medusa_heads.target.features import HiddenReader
 from medusa_heads.target.fingerprint import lm_head_sha256, weights_sha256
 from medusa_heads.target.loading import load_causal_lm, without_adapter_wrapper
+from medusa_heads.target.packed import PackedMatrices
 from medusa_heads.target.recurrent import RecurrentCache, is_recurrent
 from medusa_heads.target.scans import scans_go_on
 from medusa_heads.trees.tree import TokenTree
@@ -40,9 +43,15 @@ class TargetModel(HiddenReader):
     Logits come from the model's own forward, because some architectures scale or cap them behind
     the lm_head (Gemma 2, Cohere, Granite).
 
+    Attributes:
+        model: the causal LM.
+        packs: whether it reads few tokens by packed matrices, on a CPU that is faster so.
+
     Raises:
         ValueError: the model has no lm_head, or its peft adapter adds prompt tokens.
     """
+
+    packs = True
 
     def __init__(self, model: PreTrainedModel) -> None:
         model = without_adapter_wrapper(model)
@@ -103,6 +112,25 @@ class TargetModel(HiddenReader):
     def config(self) -> Any:
         """The configuration of the text decoder (of a multimodal model, its text part)."""
         return self.model.config.get_text_config(decoder=True)
+
+    def without_packed(self) -> TargetModel:
+        """A view of the same model that multiplies by its own matrices alone."""
+        if not self.packs:
+            return self
+        view = copy.copy(self)
+        view.packs = False
+        return view
+
+    @property
+    def packed(self) -> PackedMatrices | None:
+        """Its large matrices for few tokens; None: its own alone."""
+        return PackedMatrices.of(self.model) if self.packs else None
+
+    @property
+    def packed_bytes(self) -> int:
+        """What packed matrices take now, besides the model's own."""
+        packed = self.packed
+        return 0 if packed is None else packed.held_bytes
 
     @property
     def vocab_size(self) -> int:
@@ -166,6 +194,8 @@ class TargetModel(HiddenReader):
             )
         if self.model.config.is_encoder_decoder:
             raise UnsupportedArchitecture(f"{self.config.model_type} is an encoder-decoder")
+        if (packed := self.packed) is not None:  # a text begins
+            packed.look_again()
         return (RecurrentCache if is_recurrent(self.config) else RowCache)(self.config, slots)
 
     def verify(self, tree: TokenTree, cache: RowCache, mask: TreeMask) -> Tensor:
@@ -179,7 +209,9 @@ class TargetModel(HiddenReader):
         """Logits [B, N, V] of new tokens that see what the mask says, or of the `last` so many;
         their rows are appended to the cache."""
         fewer = {} if last is None or not self._can_leave_out else {"logits_to_keep": last}
-        with tree_attention(mask), scans_go_on(self.model, cache.layers):
+        packed = self.packed
+        few = nullcontext() if packed is None else packed.instead(tokens_BN.numel())
+        with tree_attention(mask), scans_go_on(self.model, cache.layers), few:
             logits_BNV: Tensor = self.model(
                 input_ids=tokens_BN,
                 position_ids=mask.query_positions_BN,

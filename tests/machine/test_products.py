@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -22,7 +23,8 @@ from medusa_heads.machine import (
     measurement_folder,
 )
 from medusa_heads.machine import products as module
-from medusa_heads.machine.products import int8_gain, product_seconds
+from medusa_heads.machine.kernels import has_packed_products
+from medusa_heads.machine.products import int8_gain, packed_gain, product_seconds
 from tests.machine.small import BF16, CPU, SLOW_BF16, SMALL, store_of
 
 
@@ -53,7 +55,7 @@ def test_what_eight_bits_bring_is_measured_and_kept(
     cache: Path, waits: list[float | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_SQUARE", SMALL)
-    monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     with torch.autocast("cpu", torch.bfloat16):  # of whoever loads heads
         assert int8_gain(torch.float32) > 0
     module._known.clear()  # as in another process
@@ -67,10 +69,27 @@ def test_what_eight_bits_bring_is_measured_and_kept(
     assert int8_gain(torch.float32) == pytest.approx(2 / 5)
 
 
+@pytest.mark.skipif(not has_packed_products(torch.float32), reason="torch packs no matrix here")
+def test_what_packed_matrices_bring_is_measured_and_kept(
+    cache: Path, waits: list[float | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert packed_gain(torch.float32, 64, 32) > 0
+    module._known.clear()  # as in another process
+    (file,) = (cache / "products").iterdir()
+    stored = json.loads(file.read_text())
+    assert stored["values"]["seconds"].keys() == {"float32 1", "packed float32 1"}
+    stored["values"]["seconds"] = {"float32 1": 0.003, "packed float32 1": 0.002}
+    file.write_text(json.dumps(stored))
+    assert packed_gain(torch.float32, 64, 32) == pytest.approx(1.5)
+    assert packed_gain(torch.float64, 64, 32) == 0.0
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert packed_gain(torch.float32, 64, 32) == 0.0
+
+
 def test_a_processor_without_a_kernel_for_eight_bits_is_not_measured(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     assert int8_gain(torch.float32) == 0.0 and not (cache / "products").exists()
 
 

@@ -18,6 +18,7 @@ def test_it_prints_what_a_report_needs(
     monkeypatch.setenv("HOME", str(cache.parent))
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setattr("medusa_heads.machine.int8_gain", lambda _: 3.5)
+    monkeypatch.setattr("medusa_heads.machine.packed_gain", lambda *_: 1.25)
     assert main(["env"]) == 0
     shown = capsys.readouterr().out
     assert f"torch {version('torch')}" in shown and "transformers " in shown
@@ -27,6 +28,7 @@ def test_it_prints_what_a_report_needs(
         assert f"  {purpose}: " in shown
     assert "float32 on 1 thread" in shown
     assert "drafts in eight bits: 3.50 times" in shown
+    assert "packed matrices: 1.25 times" in shown
     assert shown.endswith("measurements are kept in ~/cache\n")
     assert "hf_secret" not in shown and str(cache.parent) not in shown
     assert main(["env"]) == 0  # from what was kept

@@ -1,0 +1,57 @@
+"""Products of matrices by other kernels than torch's usual one: in eight bits, for drafts; and by
+oneDNN's, of a matrix that was rearranged once, where the usual one rearranges it for every call.
+
+Shapes: N rows of D inputs each, O outputs.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_KNOWN = ("x86_64", "AMD64")
+_MOST_INPUT = 127  # of a row in eight bits
+_PACKED_FOR = 16  # rows that the order of a packed matrix suits; of other numbers it is as right
+_PACKABLE = (torch.float32, torch.bfloat16)
+
+
+def int8_product(x_ND: Tensor, int8_OD: Tensor) -> Tensor:
+    """Near x_ND @ int8_OD.T: inputs in float32, each row rounded to 255 steps; [N, O], float32."""
+    unit_N1 = x_ND.abs().amax(dim=1, keepdim=True).div_(_MOST_INPUT).clamp_min_(1e-30)
+    int8_ND = (x_ND / unit_N1).round_().to(torch.int8)
+    return torch._int_mm(int8_ND, int8_OD.T).float().mul_(unit_N1)
+
+
+def has_int8_products() -> bool:
+    """Whether torch multiplies eight bits here by more than a loop."""
+    return platform.machine() in _KNOWN and torch.backends.mkldnn.is_available()
+
+
+def pack(weight_OD: Tensor) -> Tensor:
+    """A copy in an order of its own, which only `packed_product` reads."""
+    kernels: Any = torch.ops.mkldnn
+    packed: Tensor = kernels._reorder_linear_weight(weight_OD.detach(), _PACKED_FOR)
+    return packed
+
+
+def packed_product(x: Tensor, packed: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """`linear(x, weight_OD, bias_O)`, (..., D) -> (..., O), rounded as other kernels round."""
+    kernels: Any = torch.ops.mkldnn
+    product: Tensor = kernels._linear_pointwise(x, packed, bias_O, "none", [], "")
+    return product
+
+
+def has_packed_products(dtype: torch.dtype) -> bool:
+    """Whether this build of torch multiplies packed matrices of a dtype on this CPU."""
+    there = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    if dtype not in _PACKABLE or not there or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    try:
+        square = torch.ones(16, 16, dtype=dtype, device="cpu")
+        packed_product(square, pack(square))
+    except RuntimeError:  # oneDNN has no bf16 on some processors
+        return False
+    return True

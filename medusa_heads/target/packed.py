@@ -1,0 +1,189 @@
+"""A target's large matrices once more, in the order in which a CPU's kernels read them.
+
+For the few rows of a tree, torch's own product rearranges a matrix at every call: from four rows to
+a dozen it takes up to four times as long as for one. A matrix that was rearranged before is
+multiplied about as fast as it is read. The model keeps its own matrices: for single rows, for
+prompts, and for whoever else runs it.
+
+Shapes: D inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from medusa_heads.machine import (
+    GAIN,
+    has_packed_products,
+    pack,
+    packed_gain,
+    packed_product,
+)
+from medusa_heads.machine.devices import free_memory
+from medusa_heads.target.numbers import TOLERANCE, is_half, relative_error
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SMALLEST = 1 << 19  # weights of a matrix; of smaller ones the call takes as long as is saved
+ROWS = range(4, 33)  # rows for which it pays; many rows are bound by arithmetic in any order
+_AT_ONCE = 1 << 20  # weights that are looked at together
+_SHARE = 4  # of free memory the packed matrices may take this part
+
+_MEASURED = 2  # kinds of matrices, the heaviest; the others follow the first
+
+_Kind: TypeAlias = tuple[torch.dtype, int, int]  # with outputs and inputs
+_known: Any = WeakKeyDictionary()  # by model
+
+
+class _Packed:
+    """One layer's matrix. What it was packed from is known by what a product with it gives."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self._layer = ref(layer)  # which has this as its forward
+        self._sums_O = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._matrix: Tensor | None = None
+
+    def look(self) -> None:
+        """Pack the weights where they are others than before."""
+        # Fused optimisers, and whoever writes to `.data`, leave no trace in a version. In float32,
+        # where a product rounds no more than the layer's own: half precision would hide a change.
+        weight_OD: Any = self._own().weight.detach()
+        ramp_D = torch.linspace(1.0, 2.0, weight_OD.shape[1], dtype=torch.float32, device="cpu")
+        pieces = weight_OD.split(max(_AT_ONCE // len(ramp_D), 1))
+        sums_O = torch.cat([piece.float() @ ramp_D for piece in pieces])
+        if not torch.equal(sums_O.view(torch.int32), self._sums_O.view(torch.int32)):
+            self._sums_O, self._matrix = sums_O, pack(weight_OD)
+            x_RD = ramp_D.sin().to(weight_OD.dtype).expand(ROWS[0], -1)
+            # A kernel that is wrong here is done without.
+            error = relative_error(packed_product(x_RD, self._matrix), linear(x_RD, weight_OD))
+            if error > TOLERANCE[is_half(weight_OD.dtype)]:
+                self._matrix = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., D) -> (..., O), as the layer's own forward, which any thread may ask for."""
+        layer = self._own()
+        weight_OD, bias_O = layer.weight, layer.bias
+        if (
+            self._matrix is None
+            or torch.compiler.is_compiling()
+            or torch.is_grad_enabled()
+            or x.dtype != weight_OD.dtype
+            or x.numel() // x.shape[-1] not in ROWS
+        ):
+            return linear(x, weight_OD, bias_O)
+        return packed_product(x, self._matrix, bias_O)
+
+    def _own(self) -> nn.Linear:
+        layer = self._layer()
+        assert layer is not None
+        return layer
+
+
+class PackedMatrices:
+    """The large matrices of a model's linear layers on the CPU, packed when they are first asked
+    for; none where that does not pay on this machine, or takes more than a quarter of the memory
+    that is free.
+
+    Args:
+        measured: pack where this machine is faster so, with the threads that torch uses; else
+            wherever there are kernels for it, whatever the clock says.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, measured: bool = True) -> None:
+        self._model, self._measured = ref(model), measured
+        self._packed: WeakKeyDictionary[nn.Linear, _Packed] = WeakKeyDictionary()
+        self._faster: dict[_Kind, bool] = {}  # for as long as the model is decoded
+        self._looked = False
+
+    @staticmethod
+    def of(model: PreTrainedModel) -> PackedMatrices:
+        """One for all who decode a model."""
+        packed: PackedMatrices | None = _known.get(model)
+        if packed is None:
+            packed = _known[model] = PackedMatrices(model)
+        return packed
+
+    def look_again(self) -> None:
+        """Layers and weights may have changed: look at them before they are used next."""
+        self._looked = False
+
+    @property
+    def pays(self) -> bool:
+        """Whether there are any, which may have to be measured first."""
+        return bool(self._chosen())
+
+    @property
+    def held_bytes(self) -> int:
+        """What they take besides the model's own."""
+        return sum(layer.weight.nbytes for layer in self._packed)
+
+    @contextmanager
+    def instead(self, rows: int) -> Iterator[None]:
+        """Within the block, the layers of this model multiply so many rows by packed matrices."""
+        if rows not in ROWS or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            yield
+            return
+        if not self._looked:
+            self._look()
+        layers = dict(self._packed)
+        try:
+            for layer, packed in layers.items():  # past nn.Module's own way, which takes longer
+                layer.__dict__["forward"] = packed.forward
+            yield
+        finally:
+            for layer in layers:
+                layer.__dict__.pop("forward", None)
+
+    def _look(self) -> None:
+        layers = {layer: self._packed.get(layer) or _Packed(layer) for layer in self._chosen()}
+        self._packed = WeakKeyDictionary(layers)
+        for packed in layers.values():
+            packed.look()
+        self._looked = True
+
+    def _chosen(self) -> list[nn.Linear]:
+        """The layers to pack, or that are packed."""
+        model = self._model()
+        alike: dict[_Kind, list[nn.Linear]] = defaultdict(list)
+        for module in () if model is None else model.modules():
+            if _is_large(module):
+                outputs, inputs = module.weight.shape
+                alike[module.weight.dtype, outputs, inputs].append(module)
+        layers = []
+        heaviest = sorted(alike, key=lambda kind: -sum(each.weight.nbytes for each in alike[kind]))
+        for number, kind in enumerate(heaviest):
+            if self._is_faster(kind if number < _MEASURED else heaviest[0]):
+                layers += alike[kind]
+        new = sum(layer.weight.nbytes for layer in layers if layer not in self._packed)
+        free = free_memory(torch.device("cpu")) if new else None
+        return layers if free is None or new <= free // _SHARE else []
+
+    def _is_faster(self, kind: _Kind) -> bool:
+        if kind not in self._faster:
+            gain = packed_gain(*kind) if self._measured else GAIN * has_packed_products(kind[0])
+            self._faster[kind] = gain >= GAIN
+        return self._faster[kind]
+
+
+def _is_large(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is a plain linear layer on the CPU, and large enough."""
+    if type(module) is not nn.Linear or not _is_own(vars(module).get("forward")):
+        return False
+    weight: Any = module.weight
+    plain = type(weight) is nn.Parameter and type(weight.data) is Tensor
+    return plain and weight.device.type == "cpu" and weight.numel() >= SMALLEST
+
+
+def _is_own(forward: Callable[..., Any] | None) -> bool:
+    """Whether a layer's forward is its class's, or put there for another text, in its place for as
+    long as a step takes; accelerate's, such as, is neither."""
+    return forward is None or isinstance(getattr(forward, "__self__", None), _Packed)

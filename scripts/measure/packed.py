@@ -1,0 +1,85 @@
+"""A target's forward of few tokens, by its own matrices and by packed ones, in turns.
+
+python -m scripts.measure.packed
+python -m scripts.measure.packed --target TARGET --threads 2 --dtype bfloat16
+
+Medians of the rounds. Large matrices are packed whether that pays on this machine or not.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Literal
+
+from medusa_heads.cli.flags.arguments import command
+
+TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+_WARM_UP = 2  # rounds
+
+
+@dataclass
+class Arguments:
+    """What to measure."""
+
+    target: str = field(default="assets/demo-target", metadata={"help": "folder or hub id"})
+    dtype: Literal["bfloat16", "float32"] = field(
+        default="float32", metadata={"help": "of the target"}
+    )
+    threads: int = field(default=1, metadata={"help": "of the CPU"})
+    context: int = field(default=128, metadata={"help": "tokens of the text before"})
+    rounds: int = field(default=21, metadata={"help": "of which the median is taken"})
+
+
+def measure(arguments: Arguments) -> None:
+    """Print a table."""
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+    from transformers import DynamicCache
+
+    from medusa_heads import TargetModel
+    from medusa_heads.machine import Shape, packed_gain
+    from medusa_heads.target.packed import PackedMatrices
+
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    dtype = getattr(torch, arguments.dtype)
+    target = TargetModel.from_pretrained(arguments.target, dtype=dtype, device="cpu")
+    matrices, model = PackedMatrices(target.model, measured=False), target.model
+    cache: Any = DynamicCache(config=model.config)
+    seconds: dict[tuple[int, bool], list[float]] = {}
+    with torch.inference_mode():
+        model(torch.randint(target.vocab_size, (1, arguments.context)), past_key_values=cache)
+        for number in range(_WARM_UP + arguments.rounds):
+            for tokens in TOKENS:
+                ids_1T = torch.randint(target.vocab_size, (1, tokens))
+                for is_packed in (False, True):
+                    with matrices.instead(tokens if is_packed else 0):
+                        started = time.perf_counter()
+                        model(ids_1T, past_key_values=cache)
+                        taken = time.perf_counter() - started
+                    cache.crop(-tokens)
+                    if number >= _WARM_UP:
+                        seconds.setdefault((tokens, is_packed), []).append(taken)
+    one = median(seconds[1, False])
+    shape = Shape.of(target.config)
+    for outputs in (shape.intermediate, shape.vocab):
+        gain = packed_gain(dtype, outputs, shape.hidden)
+        print(f"{outputs} x {shape.hidden}: packed {gain:.2f} times as fast, as measured")
+    table = Table(title=f"Forwards, {arguments.dtype}, threads: {arguments.threads}")
+    for column in ("tokens", "milliseconds", "packed", "over its own", "over one token's"):
+        table.add_column(column, justify="right")
+    for tokens in TOKENS:
+        own, other = (median(seconds[tokens, is_packed]) for is_packed in (False, True))
+        shares = (f"{other / own:.2f}", f"{own / one:.2f}, {other / one:.2f}")
+        table.add_row(str(tokens), f"{1e3 * own:.2f}", f"{1e3 * other:.2f}", *shares)
+    Console().print(table)
+
+
+main = command("scripts.measure.packed", measure, __doc__)
+
+if __name__ == "__main__":
+    sys.exit(main())

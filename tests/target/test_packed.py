@@ -1,0 +1,165 @@
+"""Packed matrices: the same products, of the weights as they are now."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from medusa_heads import HeadsConfig, MedusaModel, new_heads
+from medusa_heads.machine.kernels import has_packed_products
+from medusa_heads.target import packed as module
+from medusa_heads.target.packed import ROWS
+from medusa_heads.target.target import TargetModel
+from tests.conftest import TinyLlama
+from tests.inference.planted import PlantedDrafter
+from tests.target.packing import MATRICES, calls
+
+pytestmark = pytest.mark.skipif(
+    not has_packed_products(torch.float32), reason="this build of torch packs no matrix"
+)
+
+
+@pytest.fixture(autouse=True)
+def every_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SMALLEST", 1)
+
+
+@pytest.mark.parametrize("rows", [1, *ROWS[:3], 17, ROWS[-1], ROWS[-1] + 1])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_products_are_the_same(tiny_llama: TinyLlama, rows: int, with_bias: bool) -> None:
+    target = TargetModel(tiny_llama(attention_bias=with_bias))
+    ids_1T = torch.arange(rows)[None]
+    with torch.no_grad():
+        expected_1TV = target.model(ids_1T).logits
+        with calls(target, rows) as made:
+            got_1TV = target.model(ids_1T).logits
+        assert len(made) == (MATRICES if rows in ROWS else 0)
+        torch.testing.assert_close(got_1TV, expected_1TV, rtol=1e-4, atol=1e-4)
+        assert torch.equal(target.model(ids_1T).logits, expected_1TV)  # its own matrices again
+    assert not any("forward" in vars(layer) for layer in target.model.modules())
+
+
+def test_what_a_layer_reads_decides_not_what_the_forward_reads(tiny_llama: TinyLlama) -> None:
+    """The lm_head of a forward of eight tokens may be asked for the last one alone."""
+    target = TargetModel(tiny_llama())
+    with torch.no_grad(), calls(target, 8) as made:
+        target.model(torch.arange(8)[None], logits_to_keep=1)
+    assert len(made) == MATRICES - 1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_planted_text_is_that_of_generate(tiny_llama: TinyLlama, tied: bool) -> None:
+    model = tiny_llama(tie_word_embeddings=tied)
+    inputs: Any = {"input_ids": torch.arange(7, 19)[None], "max_new_tokens": 64, "do_sample": False}
+    expected_1T: Any = model.generate(**inputs)
+    heads = new_heads(TargetModel(model), HeadsConfig(num_heads=2))
+    medusa: Any = MedusaModel(model, heads, tree="8")
+    truth = expected_1T[:, 12:].tolist()
+    medusa.drafter = PlantedDrafter(truth, 199)
+    assert medusa.generate(**inputs).tolist() == expected_1T.tolist()
+    assert medusa.last_stats.tokens > 1.5 * medusa.last_stats.forwards
+    assert medusa.target.packed_bytes > 0
+    # A negative control: of other weights than the model's, the text is another one.
+    for packed in medusa.target.packed._packed.values():
+        packed._matrix = module.pack(torch.zeros_like(packed._own().weight))
+        packed.look = lambda: None
+    assert medusa.generate(**inputs).tolist() != expected_1T.tolist()
+
+
+@pytest.mark.parametrize("change", ["data", "row", "layer", "adapter"])
+def test_a_text_is_that_of_the_weights_as_they_are_when_it_begins(
+    tiny_llama: TinyLlama, change: str
+) -> None:
+    model = tiny_llama()
+    target = TargetModel(model)
+    ids_1T = torch.arange(8)[None]
+    with torch.no_grad(), calls(target, 8):
+        before_1TV = model(ids_1T).logits
+    if change == "data":  # which leaves no trace in the tensor's version
+        model.model.layers[1].mlp.up_proj.weight.data.mul_(1.5)
+    elif change == "row":
+        model.lm_head.weight.data[5] += 1.0
+    elif change == "layer":
+        model.lm_head = nn.Linear(64, 199, bias=False)
+    else:
+        get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    target.new_cache()
+    with torch.no_grad():
+        expected_1TV = model(ids_1T).logits
+        with calls(target, 8) as made:
+            got_1TV = model(ids_1T).logits
+    assert not torch.allclose(got_1TV, before_1TV, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(got_1TV, expected_1TV, rtol=1e-4, atol=1e-4)
+    assert len(made) >= MATRICES  # an adapter's own as well
+
+
+def test_a_small_change_in_half_precision_is_seen(tiny_llama: TinyLlama) -> None:
+    if not has_packed_products(torch.bfloat16):
+        pytest.skip("this processor packs no bf16")
+    model = tiny_llama().to(torch.bfloat16)
+    target, read_D = TargetModel(model), torch.zeros(64)
+    read_D[3] = 1e4
+    x_4D = read_D.expand(4, 64).to(torch.bfloat16)
+    with torch.no_grad(), calls(target, 4):
+        before_4V = model.lm_head(x_4D)
+    model.lm_head.weight.data[7, 3] *= 1.02
+    target.new_cache()
+    with torch.no_grad(), calls(target, 4) as made:
+        after_4V = model.lm_head(x_4D)
+    assert made and not torch.equal(after_4V[:, 7], before_4V[:, 7])
+    assert torch.equal(after_4V[:, :7], before_4V[:, :7])
+
+
+def test_all_who_decode_a_model_share_what_was_packed(tiny_llama: TinyLlama) -> None:
+    model = tiny_llama()
+    target = TargetModel(model)
+    assert target.packed is TargetModel(model).packed is target.with_features([0]).packed
+    left = weakref.ref(model)
+    model.lm_head.register_forward_hook(lambda *_, model=model: None)
+    with torch.no_grad(), calls(target, 8):
+        model(torch.arange(8)[None])
+    del model, target
+    gc.collect()
+    assert left() is None  # and is not kept alive by it
+
+
+def test_views_are_copied_and_pickled(tiny_llama: TinyLlama) -> None:
+    target = TargetModel(tiny_llama())
+    with torch.no_grad(), calls(target, 8):
+        pass
+    for view in (copy.deepcopy(target), pickle.loads(pickle.dumps(target))):
+        with torch.no_grad(), calls(view, 8) as made:
+            view.model(torch.arange(8)[None])
+        assert len(made) == MATRICES and view.packed is not target.packed
+
+
+def test_what_was_left_behind_is_taken_away(tiny_llama: TinyLlama) -> None:
+    """A step may be broken off anywhere, even before it puts back what it exchanged."""
+    model = tiny_llama()
+    target = TargetModel(model)
+    with torch.no_grad(), calls(target, 8):
+        left = {
+            layer: vars(layer)["forward"] for layer in model.modules() if "forward" in vars(layer)
+        }
+    for layer, forward in left.items():
+        vars(layer)["forward"] = forward
+    target.new_cache()
+    with torch.no_grad(), calls(target, 8) as made:
+        model(torch.arange(8)[None])
+    assert len(made) == MATRICES
+    assert not any("forward" in vars(layer) for layer in model.modules())
+
+
+def test_an_error_leaves_the_model_as_it_was(tiny_llama: TinyLlama) -> None:
+    target = TargetModel(tiny_llama())
+    with torch.no_grad(), pytest.raises(KeyError), calls(target, 8):
+        raise KeyError
+    assert not any("forward" in vars(layer) for layer in target.model.modules())

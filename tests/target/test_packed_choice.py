@@ -1,0 +1,159 @@
+"""No packed matrices where they do not pay, are not wanted, find no room, or would be wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from torch import nn
+
+from medusa_heads import HeadsConfig, MedusaModel, new_heads
+from medusa_heads.machine.kernels import has_packed_products
+from medusa_heads.target import packed as module
+from medusa_heads.target.packed import PackedMatrices
+from medusa_heads.target.target import TargetModel
+from tests.conftest import TinyLlama
+from tests.target.packing import MATRICES, calls
+
+pytestmark = pytest.mark.skipif(
+    not has_packed_products(torch.float32), reason="this build of torch packs no matrix"
+)
+
+
+@pytest.fixture(autouse=True)
+def every_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SMALLEST", 1)
+
+
+def test_nothing_is_packed_where_it_does_not_pay_or_find_room(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in [("packed_gain", lambda *_: 1.09), ("SMALLEST", 1 << 20)]:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, value)
+            target = TargetModel(tiny_llama())
+            with torch.no_grad(), calls(target, 8) as made:
+                target.model(torch.arange(8)[None])
+            assert not made and target.packed is not None and not target.packed.pays
+    needed = sum(p.nbytes for p in tiny_llama().parameters() if p.dim() == 2) - 199 * 64 * 4
+    for free, packed in [(4 * needed, MATRICES), (4 * needed - 1, 0), (None, MATRICES)]:
+        monkeypatch.setattr(module, "free_memory", lambda _, free=free: free)
+        target = TargetModel(tiny_llama())
+        with torch.no_grad(), calls(target, 8) as made:
+            target.model(torch.arange(8)[None])
+        assert len(made) == packed and target.packed_bytes == (needed if packed else 0)
+    # Those that are there already need no further room.
+    monkeypatch.setattr(module, "free_memory", lambda _: 4 * needed)
+    target = TargetModel(tiny_llama())
+    for free in (4 * needed, 0):
+        monkeypatch.setattr(module, "free_memory", lambda _, free=free: free)
+        target.new_cache()
+        with torch.no_grad(), calls(target, 8) as made:
+            target.model(torch.arange(8)[None])
+        assert len(made) == MATRICES
+
+
+def test_the_heaviest_kinds_of_matrices_are_measured(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gains = {(199, 64): 2.0, (128, 64): 1.0}
+    asked = []
+
+    def gain(dtype: torch.dtype, outputs: int, inputs: int) -> float:
+        asked.append((outputs, inputs))
+        return gains[outputs, inputs]
+
+    monkeypatch.setattr(module, "packed_gain", gain)
+    target = TargetModel(tiny_llama(num_layers=1))
+    for _ in range(2):  # asked once, for all texts
+        target.new_cache()
+        with torch.no_grad(), calls(target, 8) as made:
+            target.model(torch.arange(8)[None])
+        assert asked == [(128, 64), (199, 64)] and len(made) == 1
+    gains.update({(199, 64): 1.0, (128, 64): 2.0})  # and all others do as the heaviest
+    target = TargetModel(tiny_llama(num_layers=1))
+    with torch.no_grad(), calls(target, 8) as made:
+        target.model(torch.arange(8)[None])
+    assert len(made) == 7
+
+
+def test_gradients_and_autocast_take_the_models_own(tiny_llama: TinyLlama) -> None:
+    target = TargetModel(tiny_llama())
+    with calls(target, 8) as made:
+        target.model(torch.arange(8)[None])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), calls(target, 8) as made_too:
+        target.model(torch.arange(8)[None])
+    # Another thread may learn while a text takes a step.
+    with torch.no_grad(), calls(target, 8) as made_then, torch.enable_grad():
+        target.model(torch.arange(8)[None]).logits.sum().backward()
+    assert not made and not made_too and not made_then
+    assert all(parameter.grad is not None for parameter in target.model.parameters())
+
+
+def test_a_compiled_part_of_the_model_keeps_its_own(tiny_llama: TinyLlama) -> None:
+    model = tiny_llama()
+    target, ids_1T = TargetModel(model), torch.arange(8)[None]
+    expected_1TV = model(ids_1T).logits
+    for layer in model.model.layers:
+        layer.mlp.compile(backend="eager")
+    with torch.no_grad(), calls(target, 8) as made:
+        torch.testing.assert_close(model(ids_1T).logits, expected_1TV, rtol=1e-4, atol=1e-4)
+    assert len(made) == MATRICES - 2 * 3
+
+
+def test_it_hangs_on_no_default_dtype(tiny_llama: TinyLlama) -> None:
+    target = TargetModel(tiny_llama())
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.no_grad(), torch.device("meta"), calls(target, 8):
+            pass
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert target.packed_bytes > 0
+
+
+def test_parameters_of_another_kind_are_left_alone(tiny_llama: TinyLlama) -> None:
+    class Doubled(nn.Parameter):
+        pass
+
+    model = tiny_llama()
+    model.lm_head.weight = Doubled(model.lm_head.weight.data)
+    with torch.no_grad(), calls(TargetModel(model), 8) as made:
+        model(torch.arange(8)[None])
+    assert len(made) == MATRICES - 1
+
+
+def test_a_kernel_that_is_wrong_here_is_done_without(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    product = module.packed_product
+    monkeypatch.setattr(module, "packed_product", lambda *args: product(*args) + 1)
+    model = tiny_llama()
+    with torch.no_grad():
+        expected_1TV = model(torch.arange(8)[None]).logits
+        with calls(TargetModel(model), 8) as made:
+            assert torch.equal(model(torch.arange(8)[None]).logits, expected_1TV)
+    assert not made
+
+
+def test_layers_that_accelerate_runs_are_left_to_it(tiny_llama: TinyLlama) -> None:
+    whole, model = TargetModel(tiny_llama()), tiny_llama()
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    target = TargetModel(model)
+    with torch.no_grad(), calls(target, 8) as made:
+        logits_1TV = model(torch.arange(8)[None]).logits
+    assert not made
+    with torch.no_grad():
+        torch.testing.assert_close(logits_1TV, whole.model(torch.arange(8)[None]).logits)
+
+
+def test_what_must_not_hang_on_a_clock_packs_nothing(tiny_llama: TinyLlama) -> None:
+    model = tiny_llama()
+    heads = new_heads(TargetModel(model), HeadsConfig(num_heads=2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "packed_gain", None)  # which is not asked
+        made = MedusaModel(model, heads, tree="8", deterministic=True)
+        made.generate(torch.arange(9)[None], max_new_tokens=12)
+    assert made.target.packed is None and not PackedMatrices.of(model).held_bytes
+    assert MedusaModel(model, heads, tree="8").target.packed is not None
+    assert MedusaModel(model, heads, tree="8", compile=True).target.packed is None
