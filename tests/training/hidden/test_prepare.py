@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,16 @@ def test_a_full_disk_keeps_what_was_written(
     assert not any(".part" in name for name in left)
     writing("full")
     assert writing.bytes("full") == whole
+
+
+def test_progress_is_told_by_rows(
+    writing: Writing, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prepare, "tqdm", partial(prepare.tqdm, mininterval=0))
+    parts = writing.parts("states")
+    write_parts(writing.target, parts)  # a shard for each set
+    told, rows = capsys.readouterr().err, len(parts[0].rows)
+    assert f"0/{rows} " in told and f"4/{rows} " in told  # a batch further
 
 
 def test_only_what_is_missing_is_computed(
