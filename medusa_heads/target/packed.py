@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from medusa_heads.machine import (
-    GAIN,
     has_packed_products,
     pack,
     packed_gain,
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 
 SMALLEST = 1 << 19  # weights of a matrix; of smaller ones the call takes as long as is saved
 ROWS = range(4, 33)  # rows for which it pays; many rows are bound by arithmetic in any order
+_GAIN = 1.25  # with eight rows; with four and with sixteen it is less
 _AT_ONCE = 1 << 20  # weights that are looked at together
 _SHARE = 4  # of free memory the packed matrices may take this part
 
@@ -169,8 +169,8 @@ class PackedMatrices:
 
     def _is_faster(self, kind: _Kind) -> bool:
         if kind not in self._faster:
-            gain = packed_gain(*kind) if self._measured else GAIN * has_packed_products(kind[0])
-            self._faster[kind] = gain >= GAIN
+            gain = packed_gain(*kind) if self._measured else _GAIN * has_packed_products(kind[0])
+            self._faster[kind] = gain >= _GAIN
         return self._faster[kind]
 
 
