@@ -51,6 +51,7 @@ class _Packed:
         self._layer = ref(layer)  # which has this as its forward
         self._sums_O = torch.empty(0, dtype=torch.float32, device="cpu")
         self._matrix: Tensor | None = None
+        self._dtype: torch.dtype | None = None
 
     def look(self) -> None:
         """Pack the weights where they are others than before."""
@@ -60,27 +61,30 @@ class _Packed:
         ramp_D = torch.linspace(1.0, 2.0, weight_OD.shape[1], dtype=torch.float32, device="cpu")
         pieces = weight_OD.split(max(_AT_ONCE // len(ramp_D), 1))
         sums_O = torch.cat([piece.float() @ ramp_D for piece in pieces])
-        if not torch.equal(sums_O.view(torch.int32), self._sums_O.view(torch.int32)):
-            self._sums_O, self._matrix = sums_O, pack(weight_OD)
-            x_RD = ramp_D.sin().to(weight_OD.dtype).expand(ROWS[0], -1)
-            # A kernel that is wrong here is done without.
-            error = relative_error(packed_product(x_RD, self._matrix), linear(x_RD, weight_OD))
-            if error > TOLERANCE[is_half(weight_OD.dtype)]:
-                self._matrix = None
+        if self._dtype == weight_OD.dtype and _same_bits(sums_O, self._sums_O):
+            return
+        matrix = pack(weight_OD)
+        x_RD = ramp_D.sin().to(weight_OD.dtype).expand(ROWS[0], -1)
+        # A kernel that is wrong here is done without.
+        error = relative_error(packed_product(x_RD, matrix), linear(x_RD, weight_OD))
+        right = error <= TOLERANCE[is_half(weight_OD.dtype)]
+        self._matrix = matrix if right else None
+        self._dtype, self._sums_O = weight_OD.dtype, sums_O
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., O), as the layer's own forward, which any thread may ask for."""
-        layer = self._own()
+        layer, matrix = self._own(), self._matrix
         weight_OD, bias_O = layer.weight, layer.bias
         if (
-            self._matrix is None
+            matrix is None
             or torch.compiler.is_compiling()
             or torch.is_grad_enabled()
+            or torch.is_autocast_enabled("cpu")
             or x.dtype != weight_OD.dtype
             or x.numel() // x.shape[-1] not in ROWS
         ):
             return linear(x, weight_OD, bias_O)
-        return packed_product(x, self._matrix, bias_O)
+        return packed_product(x, matrix, None if bias_O is None else bias_O.contiguous())
 
     def _own(self) -> nn.Linear:
         layer = self._layer()
@@ -161,7 +165,8 @@ class PackedMatrices:
         layers = []
         heaviest = sorted(alike, key=lambda kind: -sum(each.weight.nbytes for each in alike[kind]))
         for number, kind in enumerate(heaviest):
-            if self._is_faster(kind if number < _MEASURED else heaviest[0]):
+            alone = number < _MEASURED or kind[0] is not heaviest[0][0]
+            if self._is_faster(kind if alone else heaviest[0]):
                 layers += alike[kind]
         new = sum(layer.weight.nbytes for layer in layers if layer not in self._packed)
         free = free_memory(torch.device("cpu")) if new else None
@@ -180,7 +185,13 @@ def _is_large(module: nn.Module) -> TypeGuard[nn.Linear]:
         return False
     weight: Any = module.weight
     plain = type(weight) is nn.Parameter and type(weight.data) is Tensor
+    plain = plain and weight.layout is torch.strided
     return plain and weight.device.type == "cpu" and weight.numel() >= SMALLEST
+
+
+def _same_bits(sums_O: Tensor, others_O: Tensor) -> bool:
+    """Also where they are no numbers."""
+    return torch.equal(sums_O.view(torch.int32), others_O.view(torch.int32))
 
 
 def _is_own(forward: Callable[..., Any] | None) -> bool:

@@ -118,6 +118,31 @@ def test_a_small_change_in_half_precision_is_seen(tiny_llama: TinyLlama) -> None
     assert torch.equal(after_4V[:, :7], before_4V[:, :7])
 
 
+def test_another_dtype_of_the_same_weights(tiny_llama: TinyLlama) -> None:
+    if not has_packed_products(torch.bfloat16):
+        pytest.skip("this processor packs no bf16")
+    model = tiny_llama().to(torch.bfloat16)
+    target = TargetModel(model)
+    for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):  # which float32 holds exactly
+        model.to(dtype)
+        target.new_cache()
+        with torch.no_grad(), calls(target, 8) as made:
+            assert model(torch.arange(8)[None]).logits.dtype == dtype
+        assert len(made) == MATRICES
+
+
+def test_a_bias_with_gaps(tiny_llama: TinyLlama) -> None:
+    model = tiny_llama(attention_bias=True)
+    layer = model.model.layers[0].self_attn.q_proj
+    layer.bias.data = torch.randn(64, 2)[:, 0]
+    with torch.no_grad():
+        expected_1TV = model(torch.arange(8)[None]).logits
+        with calls(TargetModel(model), 8) as made:
+            got_1TV = model(torch.arange(8)[None]).logits
+    assert len(made) == MATRICES
+    torch.testing.assert_close(got_1TV, expected_1TV, rtol=1e-4, atol=1e-4)
+
+
 def test_all_who_decode_a_model_share_what_was_packed(tiny_llama: TinyLlama) -> None:
     model = tiny_llama()
     target = TargetModel(model)

@@ -83,6 +83,9 @@ def test_gradients_and_autocast_take_the_models_own(tiny_llama: TinyLlama) -> No
         target.model(torch.arange(8)[None])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), calls(target, 8) as made_too:
         target.model(torch.arange(8)[None])
+    with torch.no_grad(), calls(target, 8) as made_within, torch.autocast("cpu", torch.bfloat16):
+        target.model(torch.arange(8)[None])
+    assert not made_within
     # Another thread may learn while a text takes a step.
     with torch.no_grad(), calls(target, 8) as made_then, torch.enable_grad():
         target.model(torch.arange(8)[None]).logits.sum().backward()
@@ -121,6 +124,20 @@ def test_parameters_of_another_kind_are_left_alone(tiny_llama: TinyLlama) -> Non
     with torch.no_grad(), calls(TargetModel(model), 8) as made:
         model(torch.arange(8)[None])
     assert len(made) == MATRICES - 1
+
+
+def test_layers_of_another_dtype_are_asked_about_alone(tiny_llama: TinyLlama) -> None:
+    model = tiny_llama()
+    model.model.layers[0].self_attn.k_proj.double()  # the lightest kind, and none has kernels
+    target = TargetModel(model)
+    assert target.packed is not None and len(target.packed._chosen()) == MATRICES - 1
+
+
+def test_sparse_weights_are_left_alone(tiny_llama: TinyLlama) -> None:
+    model = tiny_llama()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.data.to_sparse_csr())
+    packed = TargetModel(model).packed
+    assert packed is not None and model.lm_head not in packed._chosen()
 
 
 def test_a_kernel_that_is_wrong_here_is_done_without(
