@@ -1,7 +1,4 @@
-"""The target answers in vLLM, within this process: no server, and no text between tokens.
-
-vLLM is no requirement of this package: who names this backend has installed it.
-"""
+"""The target answers in vLLM, within this process: no server, and no text between tokens."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from medusa_heads.inference.regeneration.answers import (
     as_answer,
 )
 from medusa_heads.inference.regeneration.prompts import Prompt
+from medusa_heads.interop.vllm_engine import import_vllm, open_engine
 
 _AT_HAND = 2  # requests for each that vLLM has in a batch
 # Arguments that say where and how fast vLLM works. Any other may change what it answers.
@@ -37,7 +35,7 @@ def that_matter(engine: Mapping[str, Any]) -> dict[str, Any]:
 
 class VllmBackend(Backend):
     """vLLM's engine, with its continuous batching, its kernels and as many GPUs of this node as it
-    is told. Raises ValueError: vLLM is not installed.
+    is told. Raises ValueError: vLLM is not installed, or cannot run the target so.
 
     Args:
         model: the target, a hub id or a folder.
@@ -46,15 +44,9 @@ class VllmBackend(Backend):
     """
 
     def __init__(self, model: str, *, ends: Collection[int], **engine: Any) -> None:
-        try:
-            import vllm
-        except ImportError as error:
-            raise ValueError(
-                "the backend vllm needs vLLM, and it is not installed: pip install vllm"
-            ) from error
-        self._vllm, self._model, self._ends = vllm, model, ends
+        self._vllm, self._model, self._ends = import_vllm(), model, ends
         self._arguments = that_matter(engine)
-        self._engine = vllm.LLM(model, **engine).llm_engine
+        self._engine = open_engine(model, **engine).llm_engine
         config = self._engine.vllm_config.model_config
         self.max_positions = config.max_model_len
         self.vocab_size = config.get_vocab_size()

@@ -1,10 +1,14 @@
-"""Where a model's numbered layers stand."""
+"""Where a model's numbered layers stand, and what stands behind them.
+
+Shapes: B batch, T tokens, D hidden.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from medusa_heads.errors import UnsupportedArchitecture
 
@@ -38,3 +42,53 @@ def decoder_layers(model: Any, otherwise: str) -> list[nn.Module]:
             otherwise,
         )
     return list(found[0])
+
+
+@torch.no_grad()
+def behind_layers(model: Any, otherwise: str) -> nn.Sequential:
+    """What turns the output [B, T, D] of the last layer into what the lm_head reads [B, T, D], such
+    as a final norm; found by a forward of two tokens, whose numbers it must give exactly.
+
+    Raises:
+        UnsupportedArchitecture: the layers cannot be found, or it is more than modules that follow
+            one another; and what to do `otherwise`.
+    """
+    last, lm_head = decoder_layers(model, otherwise)[-1], model.get_output_embeddings()
+    inner = set(last.modules())
+    decoder = model.get_decoder() or model
+    followers = [
+        part
+        for part in dict.fromkeys((*decoder.children(), *model.children()))
+        if part is not lm_head and inner.isdisjoint(part.modules())
+    ]
+    ran: list[nn.Module] = []
+    seen: dict[str, Any] = {}
+
+    def layer_ran(_module: nn.Module, _args: Any, output: Any) -> None:
+        seen["output"] = output[0] if isinstance(output, tuple) else output
+        ran.clear()
+
+    def lm_head_reads(_module: nn.Module, args: tuple[Tensor]) -> None:
+        seen["read"] = args[0]
+
+    hooks = [
+        last.register_forward_hook(layer_ran),
+        lm_head.register_forward_pre_hook(lm_head_reads),
+        *(
+            part.register_forward_hook(lambda module, _args, _output: ran.append(module))
+            for part in followers
+        ),
+    ]
+    try:
+        model(torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    found = nn.Sequential(*ran)
+    if not torch.equal(found(seen["output"]), seen["read"]):
+        raise UnsupportedArchitecture(
+            f"{type(model).__name__} does more than apply modules to the output of its last layer "
+            "before the lm_head reads it",
+            otherwise,
+        )
+    return found

@@ -19,7 +19,7 @@ from medusa_heads.training.data.prepare import TrainingData
 from medusa_heads.training.data.row_facts import RowFacts
 from medusa_heads.training.hidden.cheaper import measure_costs
 from medusa_heads.training.hidden.layout import INDEX_FILE, CacheError, CacheKey, Index
-from medusa_heads.training.hidden.prepare import Part, write_parts
+from medusa_heads.training.hidden.prepare import Forwards, Part, write_parts
 from medusa_heads.training.hidden.sharding import in_all
 from medusa_heads.training.hidden.states import CachedHiddenStates, HiddenStates
 from medusa_heads.training.hidden.store import HiddenCache
@@ -51,7 +51,9 @@ def open_hidden_states(
     caches = in_all(lambda: [_whole_cache(part.folder, part.key) for part in parts])
     if PartialState().is_main_process:
         size, folder = decimal(sum(cache.size for cache in caches)), parts[0].folder.parent
-        print(f"Hidden states: {size} read from {folder}", flush=True)
+        engine = caches[0].index.layout.computed_by
+        by = f", which {engine} computed" if engine else ""
+        print(f"Hidden states: {size} read from {folder}{by}", flush=True)
     return CachedHiddenStates(target, caches)
 
 
@@ -61,11 +63,13 @@ def cheaper(
     data: TrainingData,
     config: HeadsConfig,
     args: TrainingArguments,
+    forwards: Forwards | None = None,
 ) -> str:
     """The sentence on what a run would take with a cache and without; measured, by all processes
     together. Raises ValueError where the text is a stream."""
-    part = parts_of(settings, target.with_features(config.features), data, config, args, "")[0]
-    costs = measure_costs(target.with_features(config.features), part, processes=args.world_size)
+    target = target.with_features(config.features)
+    part = parts_of(settings, target, data, config, args, "")[0]
+    costs = measure_costs(forwards or Forwards(target), part, processes=args.world_size)
     batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     steps, rows = args.max_steps, len(data.rows)
     return costs.sentence(steps * batch / rows if steps > 0 else args.num_train_epochs)

@@ -12,15 +12,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-from accelerate.utils import send_to_device
 from rich.filesize import decimal
 
-from medusa_heads.machine.devices import wait_for
-from medusa_heads.target.target import TargetModel
 from medusa_heads.training.data.columns import row_lengths
-from medusa_heads.training.data.pack import hidden_of
-from medusa_heads.training.data.prepare import collate
-from medusa_heads.training.hidden.prepare import Part
+from medusa_heads.training.hidden.prepare import Forwards, Part
 
 _PROBE = 1 << 26  # bytes written to the disk and read back, at most
 _OF_FREE = 16  # and of what is free there, one part in so many
@@ -59,23 +54,22 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
 
 
-def measure_costs(target: TargetModel, part: Part, *, processes: int = 1) -> Costs:
+def measure_costs(forwards: Forwards, part: Part, *, processes: int = 1) -> Costs:
     """Of the rows to train on, in the folder where their states would lie, or the nearest that is
     there. The target runs on a few of the longest rows, in all processes of a run together."""
     lengths = row_lengths(part.rows)
     longest = np.argsort(-lengths, kind="stable")[: part.batch_size]
-    batch = send_to_device(collate(part.rows.__getitems__(longest.tolist())), target.device)
-    states = hidden_of(target, batch)
-    wait_for(target.device)
+    rows = part.rows.__getitems__(longest.tolist())
+    states = list(forwards.of(rows))
     began = time.perf_counter()
     for _ in range(_BATCHES):
-        hidden_of(target, batch)
-    wait_for(target.device)
+        for _row in forwards.of(rows):
+            pass
     seconds = time.perf_counter() - began
-    forward = processes * _BATCHES * batch["input_ids"].numel() / seconds
+    forward = processes * _BATCHES * sum(map(len, states)) / seconds
     place = next(p for p in (part.folder, *part.folder.absolute().parents) if p.is_dir())
     rates = [processes * rate for rate in disk_rates(place)]  # which all ask of it at once
-    return Costs(part.key.tokens, part.size(states.dtype), forward, *rates)
+    return Costs(part.key.tokens, part.size(states[0].dtype), forward, *rates)
 
 
 def disk_rates(folder: Path) -> tuple[float, float]:

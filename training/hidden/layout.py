@@ -80,13 +80,22 @@ class CacheKey:
 @dataclass(frozen=True)
 class Layout:
     """How rows follow one another: in the order that this seed draws, or as they stand; computed in
-    batches of so many, from the first of a shard on; of which dtype they were then."""
+    batches of so many, from the first of a shard on; of which dtype they were then; and by what, if
+    not by the target's own forwards."""
 
     rows: int
     batch_size: int
     rows_per_shard: int
     seed: int | None
     dtype: str
+    computed_by: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        values = asdict(self)
+        if self.computed_by is None:
+            del values["computed_by"]
+        return values
 
     @property
     def shards(self) -> int:
@@ -169,7 +178,7 @@ class Index:
     @cached_property
     def stamp(self) -> bytes:
         """What the shards of this cache begin with: of no other, and of no other layout."""
-        said = json.dumps([self.key.to_dict(), asdict(self.layout)])
+        said = json.dumps([self.key.to_dict(), self.layout.to_dict()])
         return hashlib.sha256(said.encode()).digest()[:16]
 
     def shape(self, shard: int) -> ShardShape:
@@ -216,7 +225,7 @@ class Index:
         for name, dtype in _ARRAYS[: None if self.is_whole else 1]:
             content = np.ascontiguousarray(getattr(self, name), dtype).tobytes()
             parts.append(content.ljust(_aligned(len(content)), b"\0"))
-        facts |= {"layout": asdict(self.layout), "is_whole": self.is_whole}
+        facts |= {"layout": self.layout.to_dict(), "is_whole": self.is_whole}
         facts |= {"arrays_crc32": zlib.crc32(b"".join(parts))}
         said = json.dumps(facts).encode()
         said += b" " * (_aligned(_INDEX_HEAD.size + len(said)) - _INDEX_HEAD.size - len(said))

@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,28 +64,57 @@ class Part:
         positions = int(kept_counts(self.rows, self.key.positions).sum())
         return positions * Index(self.key, layout).position_bytes
 
-    def layout(self, dtype: torch.dtype, shard_bytes: int) -> tuple[Layout, Any]:
+    def layout(
+        self, dtype: torch.dtype, shard_bytes: int, computed_by: str | None
+    ) -> tuple[Layout, Any]:
         """How it will lie there, and the positions of each place."""
         rows, said = len(self.rows), dtype_name(dtype)
-        layout = Layout(rows, self.batch_size, rows, self.seed, said)
+        layout = Layout(rows, self.batch_size, rows, self.seed, said, computed_by)
         counts = kept_counts(self.rows, self.key.positions)[layout.order()]
         bytes_of_batch = Index(self.key, layout).position_bytes * counts.mean() * self.batch_size
         batches = max(round(shard_bytes / max(bytes_of_batch, 1)), 1)
-        return Layout(rows, self.batch_size, batches * self.batch_size, self.seed, said), counts
+        return replace(layout, rows_per_shard=batches * self.batch_size), counts
+
+
+class Forwards:
+    """Who computes hidden states: the target's own forwards, in batches as training has them.
+
+    Attributes:
+        computed_by: what others call themselves.
+        whole_shards: whether it makes batches itself, of all rows of a shard.
+    """
+
+    computed_by: str | None = None
+    whole_shards = False
+
+    def __init__(self, target: TargetModel) -> None:
+        self.target = target
+
+    def of(self, rows: Sequence[dict[str, Any]]) -> Iterator[Tensor]:
+        """hidden_TX of each row, on the CPU."""
+        batch = send_to_device(collate(rows), self.target.device)
+        for hidden_TX, row in zip(hidden_of(self.target, batch).cpu(), rows, strict=True):
+            yield hidden_TX[: len(row["input_ids"])]
 
 
 def write_parts(
-    target: TargetModel, parts: Sequence[Part], *, shard_bytes: int | None = None
+    target: TargetModel,
+    parts: Sequence[Part],
+    *,
+    shard_bytes: int | None = None,
+    forwards: Forwards | None = None,
 ) -> None:
     """Write what is not there yet, in shards of about so many bytes; all processes of the run must
-    call this together. Raises ValueError: the disk is too small, or the states are not finite;
-    OSError where it became full meanwhile. Shards that are whole by then stay."""
-    state = PartialState()
+    call this together. Raises ValueError: the disk is too small, the states are not finite, or some
+    are there that something else computed; OSError where it became full meanwhile. Shards that are
+    whole by then stay."""
+    state, forwards = PartialState(), forwards or Forwards(target)
     found: list[Any] = [None]
     dtype = _run_on_nothing(target).dtype
     if state.is_main_process:
         try:
-            found = [[_begin(part, dtype, shard_bytes or SHARD_BYTES) for part in parts]]
+            lying = dtype, shard_bytes or SHARD_BYTES, forwards.computed_by
+            found = [[_begin(part, *lying) for part in parts]]
             _check_disk(parts, found[0])
         except (ValueError, OSError) as error:
             found = [error]
@@ -94,12 +123,12 @@ def write_parts(
         raise found[0]
     for part, missing in zip(parts, found[0], strict=True):
         index = in_all(partial(Index.read, part.folder))
-        end_together(_fill(target, part, index, missing, state))
+        end_together(_fill(forwards, part, index, missing, state))
         seals = state.is_main_process and (missing or not index.is_whole)
         in_all(partial(seal, part.folder, index) if seals else lambda: None)
 
 
-def _begin(part: Part, dtype: torch.dtype, shard_bytes: int) -> list[int]:
+def _begin(part: Part, dtype: torch.dtype, shard_bytes: int, computed_by: str | None) -> list[int]:
     """Make the folder and its index where there is none, and remove what cannot be used; the shards
     that are missing."""
     folder = part.folder
@@ -109,12 +138,12 @@ def _begin(part: Part, dtype: torch.dtype, shard_bytes: int) -> list[int]:
         if index.key.to_dict() != part.key.to_dict():
             raise CacheError(f"{folder} holds the index of another cache")
         alone = os.listdir(folder) == [INDEX_FILE]
-        if alone and index.layout != part.layout(dtype, shard_bytes)[0]:
+        if alone and index.layout != part.layout(dtype, shard_bytes, computed_by)[0]:
             raise CacheError(f"{folder} holds the index of other batches, and no states")
     except CacheError as error:
         if (folder / INDEX_FILE).exists():
             logger.warning("%s: it is written anew", error)
-        layout, counts = part.layout(dtype, shard_bytes)
+        layout, counts = part.layout(dtype, shard_bytes, computed_by)
         index = Index(part.key, layout, starts=np.concatenate([[0], np.cumsum(counts)]))
         index.write(folder)
     missing = []
@@ -127,6 +156,14 @@ def _begin(part: Part, dtype: torch.dtype, shard_bytes: int) -> list[int]:
         if was_there:
             logger.warning("%s is not whole, or another cache's: it is written anew", path)
             path.unlink()
+    if missing and index.layout.computed_by != computed_by:
+        began, now = (
+            name or "the target's own forwards" for name in (index.layout.computed_by, computed_by)
+        )
+        raise ValueError(
+            f"the hidden states in {folder} were begun by {began}, and {now} cannot go on with "
+            "them: go on as they were begun, or remove the folder"
+        )
     return missing
 
 
@@ -162,7 +199,7 @@ def _others(folder: Path, ours: Sequence[Path]) -> str:
 
 
 def _fill(
-    target: TargetModel, part: Part, index: Index, missing: Sequence[int], state: PartialState
+    forwards: Forwards, part: Part, index: Index, missing: Sequence[int], state: PartialState
 ) -> Exception | None:
     """Write this process's share of the shards that are missing; returns what failed."""
     places, rows = index.layout.places, part.rows
@@ -179,10 +216,12 @@ def _fill(
 
     def states(shard: int) -> Iterator[tuple[bytes, Tensor]]:
         nonlocal ran
-        for batch in _batches(places(shard), index.layout.batch_size):
+        size = len(places(shard)) if forwards.whole_shards else index.layout.batch_size
+        for batch in _batches(places(shard), size):
             ran += 1
-            yield from _states(target, rows.__getitems__(order[batch].tolist()), part.key)
-            progress.update(len(batch))
+            for named in _named(forwards, rows.__getitems__(order[batch].tolist()), part.key):
+                yield named
+                progress.update()
 
     try:
         with progress:
@@ -190,13 +229,13 @@ def _fill(
                 write_shard(part.folder, index, shard, states(shard))
     except (ValueError, OSError) as error:
         failed = error
-    if is_sharded(target):  # which all processes must run equally often
-        forwards = [
+    if is_sharded(forwards.target):  # which all processes must run equally often
+        counts = [
             sum(len(_batches(places(n), index.layout.batch_size)) for n in share)
             for share in shares
         ]
-        for _ in range(max(forwards) - ran):
-            _run_on_nothing(target)
+        for _ in range(max(counts) - ran):
+            _run_on_nothing(forwards.target)
     return failed
 
 
@@ -208,13 +247,11 @@ def _batches(places: range, size: int) -> list[range]:
     return [places[start : start + size] for start in range(0, len(places), size)]
 
 
-def _states(
-    target: TargetModel, rows: Sequence[dict[str, Any]], key: CacheKey
+def _named(
+    forwards: Forwards, rows: Sequence[dict[str, Any]], key: CacheKey
 ) -> Iterator[tuple[bytes, Tensor]]:
-    """The names of some rows and their hidden_PX, computed as training does, in one batch."""
-    hidden_BTX = hidden_of(target, send_to_device(collate(rows), target.device)).cpu()
-    for hidden_TX, row in zip(hidden_BTX, rows, strict=True):
-        kept_T = torch.from_numpy(kept_positions(row, key.positions))
-        hidden_PX = hidden_TX[: len(kept_T)][kept_T]
+    """The names of some rows and their hidden_PX."""
+    for hidden_TX, row in zip(forwards.of(rows), rows, strict=True):
+        hidden_PX = hidden_TX[torch.from_numpy(kept_positions(row, key.positions))]
         refuse_not_finite(hidden_PX)
         yield row_name(row, key.positions), hidden_PX

@@ -71,6 +71,12 @@ def test_a_dry_run_of_training_says_whether_a_cache_pays(
         (["--streaming", "--max_steps", "2"], "which a stream does not"),
         (["--hidden_cache_dtype", "int8"], "invalid choice: 'int8'"),
         (["--features", "9"], "features asks for layer 9"),
+        (["--engine_args", '{"max_num_seqs": 4}'], "engine_args is read by the backend vllm alone"),
+        (["--backend", "vllm"], "the backend vllm needs vLLM, and it is not installed"),
+        (["--backend", "vllm", "--engine_args", '{"dtype": "half"}'], "cannot set dtype"),
+        (["--backend", "vllm", "--self_distill"], "medusa-heads regenerate --backend vllm"),
+        (["--backend", "vllm", "--tensor_parallel"], "leave tensor_parallel out, and say so in"),
+        (["--backend", "vllm", "--load_in_4bit"], "leave load_in_4bit out, and say so in"),
     ],
 )
 def test_what_cannot_be_written_is_refused_in_a_sentence(

@@ -24,7 +24,7 @@ from medusa_heads.training.hidden import prepare
 from medusa_heads.training.hidden.cache_setup import parts_of
 from medusa_heads.training.hidden.cached_rows import row_name
 from medusa_heads.training.hidden.layout import Index
-from medusa_heads.training.hidden.prepare import Part, write_parts
+from medusa_heads.training.hidden.prepare import Forwards, Part, write_parts
 from medusa_heads.training.hidden.store import HiddenCache
 from tests.killed import dies
 
@@ -81,6 +81,30 @@ def test_killed_at_any_rename_it_goes_on_to_the_same_bytes(writing: Writing) -> 
                 HiddenCache(part.folder, part.key)
     assert kills > 7
     assert writing.bytes("killed") == whole
+
+
+def test_another_engine_goes_on_with_nothing_that_was_begun(writing: Writing) -> None:
+    class Elsewhere(Forwards):
+        computed_by = "vLLM 9.9"
+        whole_shards = True
+
+    def write(name: str, by: Forwards | None = None) -> list[Part]:
+        parts = writing.parts(name)
+        write_parts(writing.target, parts, shard_bytes=SMALL, forwards=by)
+        return parts
+
+    own = writing.bytes("own") if write("own") else {}
+    part = write("other", Elsewhere(writing.target))[0]
+    cache = HiddenCache(part.folder, part.key)
+    assert cache.index.layout.computed_by == "vLLM 9.9"
+    assert set(writing.bytes("other")) == set(own) and writing.bytes("other") != own
+    assert write("other")  # what is whole, is there, whoever computed it
+    shard = next(part.folder.glob("*.states"))
+    shard.unlink()
+    with pytest.raises(ValueError, match=r"begun by vLLM 9\.9, and the target's own"):
+        write("other")
+    write("other", Elsewhere(writing.target))
+    assert shard.exists()
 
 
 def test_a_full_disk_keeps_what_was_written(
