@@ -96,7 +96,10 @@ class DraftedModel(AssistedModel):
     def _drafter_for(self, target: TargetModel) -> Drafter:
         plan, vocab_size = self._plan, target.vocab_size
         if len(self.drafts) == 1 and not plan.adaptive:
-            return DraftModelDrafter(self.draft, vocab_size, **plan.options)
+            drafter = DraftModelDrafter(self.draft, vocab_size, **plan.options)
+            if self.draft.device != target.device or hasattr(self.draft.model, "hf_device_map"):
+                drafter.levels = None  # a graph is of one device
+            return drafter
         clocks = [target_clock(draft) for draft in self.drafts]
         drafters = [
             (plan.drafter(draft, vocab_size, clock), clock)

@@ -244,7 +244,7 @@ class CompiledTarget(TargetModel):
         nodes, first = tokens_BN.shape[1], mask.first_on_host
         with cache.tree_slots(first, nodes, tokens_BN.device):
             logits_BNV: Tensor = self.run(
-                self._forward, **self._given(tokens_BN, cache, mask)
+                self._forward, **explicit_inputs(self, tokens_BN, cache, mask)
             ).logits
         return logits_BNV
 
@@ -257,20 +257,24 @@ class CompiledTarget(TargetModel):
     ) -> tuple[Tensor, Tensor]:
         """As a part of a larger graph, within `capture_hidden` and the cache's `tree_slots`: logits
         [B, N, V], and hidden states [B, N, X] as `capture_hidden` gives them."""
-        logits_BNV: Tensor = self.model(**self._given(tokens_BN, cache, mask)).logits
+        logits_BNV: Tensor = self.model(**explicit_inputs(self, tokens_BN, cache, mask)).logits
         captured = self._captured
         hidden_BNX = Read.of(captured.hidden[0], self.features, captured.outputs).wide()
         captured.clear()  # or the graph would put them out
         return logits_BNV, hidden_BNX
 
-    def _given(self, tokens_BN: Tensor, cache: StaticRowCache, mask: TreeMask) -> dict[str, Any]:
-        return {
-            "input_ids": tokens_BN.contiguous(),
-            "position_ids": mask.query_positions_BN,
-            "attention_mask": explicit_masks(self.config, mask, self.dtype),
-            "past_key_values": cache,
-            "use_cache": True,
-        }
+
+def explicit_inputs(
+    target: TargetModel, tokens_BN: Tensor, cache: StaticRowCache, mask: TreeMask
+) -> dict[str, Any]:
+    """What a model's forward is given, so that nothing in it hangs on how long texts are."""
+    return {
+        "input_ids": tokens_BN.contiguous(),
+        "position_ids": mask.query_positions_BN,
+        "attention_mask": explicit_masks(target.config, mask, target.dtype),
+        "past_key_values": cache,
+        "use_cache": True,
+    }
 
 
 @contextmanager

@@ -117,6 +117,21 @@ class StaticRowCache(RowCache):
         finally:
             self._stacks.nodes_N = None
 
+    @contextmanager
+    def written_at(self, slots_N: Tensor) -> Iterator[None]:
+        """Within the block, as a part of a graph, forwards write these slots."""
+        self._stacks.nodes_N = slots_N
+        yield
+        self._stacks.nodes_N = None
+
+    def copy_rows(self, cache: RowCache, length: int) -> None:
+        """The first rows of another cache of this model, into the same slots of this one."""
+        for own, other in zip(self.row_layers, cache.row_layers, strict=True):
+            if not own.is_initialized:
+                own.lazy_initialization(*other.buffers())
+            for to_BHCX, from_BHCX in zip(own.buffers(), other.buffers(), strict=True):
+                to_BHCX[:, :, :length] = from_BHCX[:, :, :length]
+
     def handed_out(self, config: Any) -> RowCache:
         """A copy of the rows in use: this cache serves the next text."""
         copy = (RowCache if self.can_go_back else RecurrentCache)(config)

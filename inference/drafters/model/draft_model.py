@@ -26,6 +26,7 @@ from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.growing import by_drawing
 from medusa_heads.inference.drafters.model.choice import DraftChoice
 from medusa_heads.inference.drafters.model.drafted_tree import MOST_RANKS, DraftedTree, Experience
+from medusa_heads.inference.drafters.model.vocabulary import ForeignDraft
 from medusa_heads.inference.drafters.model.walk import Walk, draw_different
 from medusa_heads.inference.engine.capability import capability
 from medusa_heads.inference.engine.state import DecodingState
@@ -81,6 +82,8 @@ class DraftModelDrafter(Drafter):
         self._draft, self._vocab_size = draft, vocab_size
         self._draws, self._levels = branching is not None, levels
         self._depth, self._width = depth, width
+        if max(width, *levels) == 1 and _reads_trees(draft) and not isinstance(draft, ForeignDraft):
+            self.levels = len(levels)
         # In the order of the levels, as the nodes are drafted.
         self._shape = TreeShape(cartesian_choices(levels))
         self.num_nodes = self._shape.num_nodes
@@ -112,11 +115,11 @@ class DraftModelDrafter(Drafter):
                 tokens_BFR = draw_different(probs_BFV, children)
                 walk.drawn_from |= {first + f: probs_BFV[:, f] for f in range(width)}
             probs_BC = probs_BFV.gather(2, tokens_BFR).flatten(1)
-            above_BCJ = walk.paths_BFJ.repeat_interleave(children, dim=1)
+            above_BCJ = walk.paths_BFJ[:, :, None].expand(-1, -1, children, -1).flatten(1, 2)
             walk.add(tokens_BFR.flatten(1), probs_BC, above_BCJ)
             first, width = first + width, width * children
             above_BF = torch.arange(width, device=probs_BC.device) // children
-            above_BF = above_BF.expand(len(state.rows), -1)
+            above_BF = above_BF.expand(len(probs_BC), -1)
         return walk.tree(self._shape)
 
     def _best_tree(self, roots_B: Tensor, walk: Walk) -> TokenTree:

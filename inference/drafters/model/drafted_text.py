@@ -21,11 +21,13 @@ from torch import Tensor
 
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.drafters.base import Memory, Text, behind_texts
+from medusa_heads.inference.drafters.model.text_on_device import DraftedTextOnDevice
 from medusa_heads.inference.drafters.model.translated_row import TranslatedRow
 from medusa_heads.inference.drafters.model.vocabulary import ForeignDraft
 from medusa_heads.inference.engine.capability import capability
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.target.cache import RowCache
 from medusa_heads.target.target import TargetModel
 
 
@@ -92,6 +94,20 @@ class DraftedText(Memory):
         positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device) - padding_B1
         mask_BT = (positions_BT >= 0).long() if any(self._padding) else None
         self._draft.hidden(ids_BT, mask_BT, self._draft.within(positions_BT), cache=self._cache)
+
+    @property
+    def beside(self) -> int:  # type: ignore[override]
+        """Slots that a step takes in which as many tokens are drafted as in the last one."""
+        return len(self.reads) + 1
+
+    @property
+    def cache(self) -> RowCache:
+        """The draft model's."""
+        return self._cache
+
+    def on_device(self, capacity: int) -> DraftedTextOnDevice:
+        """The same of rows on the device, in texts of so many slots; empty."""
+        return DraftedTextOnDevice(self._draft, self, capacity)
 
     def catch_up(self, state: DecodingState) -> Tensor:
         """Read what was committed since; logits [B, V] of every row's next token."""
