@@ -244,7 +244,7 @@ def _parquet_table(file: Path) -> Dataset:
     """Memory-mapped by datasets, however large."""
     from datasets.exceptions import DatasetsError
     from datasets.packaged_modules.parquet.parquet import ParquetConfig
-    from pyarrow import ArrowException
+    from pyarrow import ArrowException, default_memory_pool
     from pyarrow.dataset import ParquetFragmentScanOptions
 
     # Else as much memory as the file is large holds what was read ahead, until it ends.
@@ -257,6 +257,7 @@ def _parquet_table(file: Path) -> Dataset:
     except (DatasetsError, ArrowException, OSError, ValueError) as error:
         reason = error.__cause__ or error
         raise ValueError(f"{str(file)!r} is not valid Parquet ({reason})") from error
+    default_memory_pool().release_unused()  # it would keep hundreds of megabytes
     return table
 
 

@@ -96,7 +96,8 @@ def hold_out(
 
 def held_out_rows(documents: Any, share: float | None, seed: int, count: int | None = None) -> Any:
     """The numbers of the rows that `hold_out` holds out, ascending, by each row's document."""
-    known = np.unique(documents)
+    ordered = np.sort(documents)  # np.unique would take 50 bytes for each
+    known = ordered[np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]]
     if len(known) == 1:
         known = documents = np.arange(len(documents))
     if len(known) < 2:
