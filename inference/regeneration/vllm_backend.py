@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from itertools import count
 from typing import Any
 
@@ -15,22 +15,9 @@ from medusa_heads.inference.regeneration.answers import (
     as_answer,
 )
 from medusa_heads.inference.regeneration.prompts import Prompt
-from medusa_heads.interop.vllm_engine import import_vllm, open_engine
+from medusa_heads.interop.vllm_engine import import_vllm, open_engine, that_matter
 
 _AT_HAND = 2  # requests for each that vLLM has in a batch
-# Arguments that say where and how fast vLLM works. Any other may change what it answers.
-_NO_MATTER = frozenset(
-    {
-        *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
-        *("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "enforce_eager"),
-        *("hf_token", "download_dir"),
-    }
-)
-
-
-def that_matter(engine: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that may change what vLLM answers: with others, all is answered anew."""
-    return {name: engine[name] for name in sorted(engine) if name not in _NO_MATTER}
 
 
 class VllmBackend(Backend):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from vllm import __version__ as vllm_version
 
 from medusa_heads.cli import train_heads
 from medusa_heads.training.hidden.layout import Index
@@ -36,7 +37,7 @@ def run(environment: dict[str, str], tmp_path: Path) -> Run:
         *(str(tmp_path / "run"), "--prepared_dir", str(tmp_path / "prepared")),
         *("--training_args", json.dumps({"use_cpu": True, "disable_tqdm": True})),
     ]
-    prepared.flags = flags  # type: ignore[attr-defined]
+    prepared.flags, prepared.environment = flags, environment  # type: ignore[attr-defined]
     return prepared
 
 
@@ -77,12 +78,32 @@ def test_the_states_are_those_of_the_targets_own_forwards(
     assert train_heads.main([*read, "--hidden_cache_dir", str(places["vllm"])]) == 0
 
 
+def test_the_index_says_by_which_settings_states_were_computed(run: Run, tmp_path: Path) -> None:
+    def computed_by(**engine: object) -> str:
+        place = tmp_path / f"states-{len(engine)}"
+        assert run("--hidden_cache_dir", str(place), *vllm(**engine)).returncode == 0
+        (said,) = {cache.index.layout.computed_by for cache in caches(place).values()}
+        return str(said)
+
+    plain = computed_by()
+    assert plain == f"vLLM {vllm_version}" == computed_by(max_model_len=256)
+    changed = computed_by(max_model_len=256, hf_overrides={"rms_norm_eps": 2e-6})
+    assert changed.startswith(f"{plain} (engine_args ")
+
+
+def test_an_engine_in_this_process_would_wait_for_itself(run: Run, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(run.environment, "VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # type: ignore[attr-defined]
+        done = run("--hidden_cache_dir", str(tmp_path / "states"), *vllm())
+    assert done.returncode == 2 and "leave VLLM_ENABLE_V1_MULTIPROCESSING unset" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("engine", "sentence"),
     [
         ({"max_model_len": 16}, "vLLM reads texts of at most 15 tokens here"),
         ({"no_such_argument": 1}, "cannot run"),
-        ({"rope_theta": 1}, "cannot run"),
+        ({"gpu_memory_utilization": 7}, "less than or equal to 1"),
         ({"hf_overrides": {"rms_norm_eps": 30.0}}, "from the target's own on"),
     ],
 )

@@ -46,6 +46,11 @@ class ExtractionArguments:
                 f"vLLM lays the target out itself: leave {flags[0]} out, and say so in engine_args "
                 "(tensor_parallel_size, quantization)"
             )
+        if (attention := to_target.attn_implementation) not in (None, "sdpa", "eager"):
+            raise ValueError(
+                f"vLLM's states are compared with the target's on the CPU, where {attention} does "
+                "not run: leave attn_implementation out"
+            )
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError(
                 "vLLM starts its own processes: leave the launcher out, and give engine_args a "

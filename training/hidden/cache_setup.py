@@ -65,12 +65,15 @@ def cheaper(
     args: TrainingArguments,
     forwards: Forwards | None = None,
 ) -> str:
-    """The sentence on what a run would take with a cache and without; measured, by all processes
-    together. Raises ValueError where the text is a stream."""
+    """The sentence on what a run would take with a cache and without, or where another engine
+    computes for it, what that takes; measured, by all processes together. Raises ValueError where
+    the text is a stream."""
     target = target.with_features(config.features)
     part = parts_of(settings, target, data, config, args, "")[0]
     costs = measure_costs(forwards or Forwards(target), part, processes=args.world_size)
     batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    if forwards is not None and forwards.computed_by:
+        return costs.once(forwards.computed_by)
     steps, rows = args.max_steps, len(data.rows)
     return costs.sentence(steps * batch / rows if steps > 0 else args.num_train_epochs)
 

@@ -33,6 +33,15 @@ class Costs:
     write: float
     read: float
 
+    def once(self, engine: str) -> str:
+        """What one pass of another engine takes, which computes for a cache alone."""
+        return (
+            f"Hidden states: {engine} computes them in {_seconds(self.tokens / self.forward)} "
+            f"({self.forward:,.0f} tokens/s); {decimal(self.size)} take "
+            f"{_seconds(self.size / self.write)} to write and {_seconds(self.size / self.read)} a "
+            "pass to read"
+        )
+
     def sentence(self, passes: float) -> str:
         """Which is cheaper for so many passes."""
         target, write = self.tokens / self.forward, self.size / self.write
@@ -63,6 +72,7 @@ def measure_costs(forwards: Forwards, part: Part, *, processes: int = 1) -> Cost
     states = list(forwards.of(rows))
     began = time.perf_counter()
     for _ in range(_BATCHES):
+        forwards.forget()
         for _row in forwards.of(rows):
             pass
     seconds = time.perf_counter() - began

@@ -82,10 +82,12 @@ class Forwards:
     Attributes:
         computed_by: what others call themselves.
         whole_shards: whether it makes batches itself, of all rows of a shard.
+        passing_bytes: what lies on the disk beside while it does, about.
     """
 
     computed_by: str | None = None
     whole_shards = False
+    passing_bytes = 0
 
     def __init__(self, target: TargetModel) -> None:
         self.target = target
@@ -95,6 +97,9 @@ class Forwards:
         batch = send_to_device(collate(rows), self.target.device)
         for hidden_TX, row in zip(hidden_of(self.target, batch).cpu(), rows, strict=True):
             yield hidden_TX[: len(row["input_ids"])]
+
+    def forget(self) -> None:
+        """Let go of what would make the same rows cheaper the next time."""
 
 
 def write_parts(
@@ -115,7 +120,7 @@ def write_parts(
         try:
             lying = dtype, shard_bytes or SHARD_BYTES, forwards.computed_by
             found = [[_begin(part, *lying) for part in parts]]
-            _check_disk(parts, found[0])
+            _check_disk(parts, found[0], forwards.passing_bytes)
         except (ValueError, OSError) as error:
             found = [error]
     broadcast_object_list(found)
@@ -167,8 +172,10 @@ def _begin(part: Part, dtype: torch.dtype, shard_bytes: int, computed_by: str | 
     return missing
 
 
-def _check_disk(parts: Sequence[Part], missing: Sequence[Sequence[int]]) -> None:
-    """Say what is there and what will be written; refuse what does not fit."""
+def _check_disk(
+    parts: Sequence[Part], missing: Sequence[Sequence[int]], passing_bytes: int
+) -> None:
+    """Say what is there and what will be written; refuse what does not fit, with so much beside."""
     there = needed = 0
     for part, absent in zip(parts, missing, strict=True):
         index = Index.read(part.folder)
@@ -178,7 +185,7 @@ def _check_disk(parts: Sequence[Part], missing: Sequence[Sequence[int]]) -> None
     folder = parts[0].folder.parent
     free = shutil.disk_usage(folder).free
     beside = _others(folder, [part.folder for part in parts])
-    if needed > free:
+    if needed and needed + passing_bytes > free:
         raise ValueError(
             f"the hidden states take {decimal(needed)} and {folder} has {decimal(free)} free"
             f"{beside}: give a hidden_cache_dir on a larger disk, or leave hidden_cache off"

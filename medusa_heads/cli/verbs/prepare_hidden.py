@@ -86,9 +86,10 @@ def prepare_hidden(
             kept = parts[0].folder.parent
             dry = to_optimise.dry_run
             folder = Path(stack.enter_context(TemporaryDirectory())) if dry else kept
-            engine = to_target.source() | dict(mapping(to_extract, "engine_args"))
+            engine = {"skip_tokenizer_init": told.tokenizer is None} | to_target.source()
+            engine |= mapping(to_extract, "engine_args")
             forwards = stack.enter_context(extracting(target, folder, **engine))
-            print(forwards.compare(data.rows[0]))
+            print(forwards.compare(data.rows))
         sentence = cheaper(*run, forwards)
         if args.process_index == 0:
             print(sentence)

@@ -76,6 +76,10 @@ def test_a_dry_run_of_training_says_whether_a_cache_pays(
         (["--backend", "vllm", "--engine_args", '{"dtype": "half"}'], "cannot set dtype"),
         (["--backend", "vllm", "--self_distill"], "medusa-heads regenerate --backend vllm"),
         (["--backend", "vllm", "--tensor_parallel"], "leave tensor_parallel out, and say so in"),
+        (
+            ["--backend", "vllm", "--attn_implementation", "flash_attention_2"],
+            "where flash_attention_2 does not run",
+        ),
         (["--backend", "vllm", "--load_in_4bit"], "leave load_in_4bit out, and say so in"),
     ],
 )

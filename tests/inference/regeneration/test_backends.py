@@ -35,7 +35,7 @@ from medusa_heads.inference.regeneration.transformers_backend import (
     HeadsBackend,
     TransformersBackend,
 )
-from medusa_heads.inference.regeneration.vllm_backend import that_matter
+from medusa_heads.interop.vllm_engine import that_matter
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
 from tests.killed import dies
