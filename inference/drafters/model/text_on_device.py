@@ -63,7 +63,8 @@ class DraftedTextOnDevice:
         fresh_B1 = state.fresh_B[:, None]
         committed_B1 = state.following_BP.gather(1, (fresh_B1 - 2).clamp_min(0))
         before_B1 = committed_B1.where(fresh_B1 > 1, self._before_B[:, None])
-        self._before_B.copy_(state.roots_B)
+        # No plain copy: Inductor would take it at the end of the step, of the roots to come.
+        self._before_B.copy_(state.roots_B.clamp_min(0))
         self._ends_B.copy_(state.lengths_B + 1)
         self._padding_B.copy_(state.padding_B)
         return self._read(torch.cat([before_B1, state.roots_B[:, None]], dim=1), 0)[:, -1]

@@ -133,6 +133,19 @@ def test_it_is_a_part_of_the_graph(tiny_llama: TinyLlama) -> None:
     assert graphs_of(drafted_by(model, nearly(model), "chain:2"), 2, 20, **SAMPLING) == (True, 1, 0)
 
 
+@pytest.mark.slow
+def test_inductor_drafts_the_same(model: Any) -> None:
+    drafted, accepted = drafted_by(model, nearly(model), "chain:3", "inductor"), []
+    inputs: Any = [padded([0], 12), padded([0], 20)]
+    for whole_steps in (True, False):
+        drafted.target.whole_steps = whole_steps  # type: ignore[attr-defined]
+        for each in inputs:
+            drafted.generate(**each, do_sample=False, max_new_tokens=NEW)
+            assert ("step" in drafted.last_stats.seconds) == whole_steps
+            accepted.append(drafted.last_stats.accepted)
+    assert accepted[:2] == accepted[2:] and len(accepted[0]) > 2
+
+
 @pytest.mark.parametrize("tree", ["dynamic:6", "sampled:2x1"])
 def test_trees_take_the_other_road(model: Any, tree: str) -> None:
     drafted, inputs = drafted_by(model, nearly(model), tree), padded([0], 12)
