@@ -9,11 +9,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 from rich.filesize import decimal
 
+from medusa_heads.files import staging
 from medusa_heads.training.data.columns import row_lengths
 from medusa_heads.training.hidden.prepare import Forwards, Part
 
@@ -87,8 +87,8 @@ def disk_rates(folder: Path) -> tuple[float, float]:
     far as the system lets go of what it holds in memory. OSError where nothing can be written."""
     size = max(min(_PROBE, shutil.disk_usage(folder).free // _OF_FREE), 1)
     content = memoryview(np.random.default_rng(0).bytes(size))
-    with TemporaryDirectory(dir=folder) as made:
-        path = Path(made) / "probe"
+    with staging(folder) as made:
+        path = made / "probe"
         began = time.perf_counter()
         with path.open("wb") as file:
             file.write(content)

@@ -1,10 +1,14 @@
 """Whether a cache pays: a sentence that goes by passes, and a disk that is measured."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
+from medusa_heads.training.hidden import cheaper
 from medusa_heads.training.hidden.cheaper import Costs, disk_rates
+from tests.killed import dies
 
 
 @pytest.mark.parametrize(
@@ -25,3 +29,14 @@ def test_more_passes_are_for_a_cache(passes: float, said: str) -> None:
 def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     write, read = disk_rates(tmp_path)
     assert write > 0 and read > 0 and not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_measurement_leaves_goes_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(cheaper, "read_rates", lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        assert dies(lambda: disk_rates(tmp_path))
+    assert [path.suffix for path in tmp_path.iterdir()] == [".part"]
+    disk_rates(tmp_path)
+    assert not list(tmp_path.iterdir())
