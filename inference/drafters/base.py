@@ -48,6 +48,10 @@ class Drafter(ABC):
     def propose(self, state: DecodingState) -> TokenTree:
         """A tree for every active row; node 0 holds `state.roots_B`."""
 
+    def prepare(self, state: DecodingState) -> None:
+        """Make all that is kept of a text, before steps that are one graph."""
+        self.propose(state)
+
     def most_again(self, rows: int) -> int:
         """How many tokens of each of so many rows a target with a recurrent state reads again in
         front of a tree; where there are more, the row reads them in a step without drafts."""

@@ -92,10 +92,11 @@ class DeviceLoop:
             states[shape] = DeviceState(state, *shape, target.vocab_size)
         on_device = states[shape]
         with stats.phase("draft"):
-            drafter.propose(state)  # once by the host, who so makes all that is kept
+            drafter.prepare(state)
             # The drafter's own: held by the state, they would outlive it.
             on_device.memories = drafter.memories.setdefault(on_device, {})
             on_device.begin(state, ends, rule.processors)
+            state.memories.clear()  # copied by now, or to be made again
             buckets = self._buckets_of(drafter, on_device, rule)
         target.forget_hidden()
         try:
@@ -111,7 +112,7 @@ class DeviceLoop:
         except UnsupportedArchitecture as error:  # found before a first step was taken
             self._fails.setdefault(drafter, set()).add(kinds(rule.processors))
             del stats.seconds["step"]  # there was none
-            state.memories.clear()  # the prompt is to be read again
+            drafter.memories.pop(on_device, None)
             reason = f"steps are compiled in parts, since the whole is no graph: {error}"
             warnings.warn(reason, MedusaWarning, stacklevel=2)
             return

@@ -124,8 +124,9 @@ class CompiledTarget(TargetModel):
                 made: Made = many(compiled)(*args, **kwargs)
             except _no_graph() as error:
                 reason = " ".join(str(error).split())[:160]
+                whole = "" if compiled is self._compiled else "a step of "
                 raise UnsupportedArchitecture(
-                    f"{self.config.model_type} cannot be compiled in one graph ({reason})",
+                    f"{whole}{self.config.model_type} cannot be compiled in one graph ({reason})",
                     "leave compile out",
                 ) from error
             except torch._dynamo.exc.BackendCompilerFailed as error:  # before anything was computed

@@ -127,6 +127,8 @@ class StaticRowCache(RowCache):
     def copy_rows(self, cache: RowCache, length: int) -> None:
         """The first rows of another cache of this model, into the same slots of this one."""
         for own, other in zip(self.row_layers, cache.row_layers, strict=True):
+            if not other.is_initialized:  # such as what would attend to a picture
+                continue
             if not own.is_initialized:
                 own.lazy_initialization(*other.buffers())
             for to_BHCX, from_BHCX in zip(own.buffers(), other.buffers(), strict=True):

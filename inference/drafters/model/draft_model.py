@@ -100,6 +100,13 @@ class DraftModelDrafter(Drafter):
                 )
             self.num_nodes = num_drafted + 1
 
+    def prepare(self, state: DecodingState) -> None:
+        assert self.levels is not None
+        walk = Walk(self._draft, self, state, self._vocab_size, None)
+        walk.read(None)
+        walk.text.beside = self.levels + 1
+        self._shape.tree(state.roots_B[:, None].expand(-1, self.num_nodes))  # keeps its numbers
+
     def propose(self, state: DecodingState) -> TokenTree:
         keyed = state.drawing == "keyed"
         warpers = state.warpers if self._draws or keyed else None

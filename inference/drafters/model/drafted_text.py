@@ -96,11 +96,6 @@ class DraftedText(Memory):
         self._draft.hidden(ids_BT, mask_BT, self._draft.within(positions_BT), cache=self._cache)
 
     @property
-    def beside(self) -> int:  # type: ignore[override]
-        """Slots that a step takes in which as many tokens are drafted as in the last one."""
-        return len(self.reads) + 1
-
-    @property
     def cache(self) -> RowCache:
         """The draft model's."""
         return self._cache

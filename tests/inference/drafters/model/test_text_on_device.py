@@ -15,6 +15,8 @@ from medusa_heads.inference.drafters.model.text_on_device import DraftedTextOnDe
 from medusa_heads.inference.engine import device_loop
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.models.drafted import DraftedModel
+from medusa_heads.target.cache import RowCache
+from medusa_heads.target.static_cache import StaticRowCache
 from medusa_heads.trees.tree import TokenTree
 from scripts.measure.host_waits import counted, graphs_of
 from tests.conftest import DEVICE, TinyLlama
@@ -76,9 +78,7 @@ def test_text_and_drafts_are_those_of_the_other_road(
     assert len(accepted[0][0]) > 1 and max(accepted[0][0]) == drafted.drafter.levels
     if len(padding) == 1:
         for on_device, asked in zip(drafts[:3], drafts[3:], strict=True):
-            assert torch.equal(
-                torch.cat(on_device[1:]), torch.cat(asked)
-            )  # once to make what is kept
+            assert torch.equal(torch.cat(on_device), torch.cat(asked))
 
 
 def test_a_draft_model_with_a_window(model: Any) -> None:
@@ -100,6 +100,19 @@ def test_a_draft_model_with_a_window(model: Any) -> None:
     assert torch.equal(text(drafted, inputs), expected)
     # The same model is always right, but for the last step.
     assert drafted.last_stats.accepted[4] >= 3 * (NEW // 5 - 1)
+
+
+def test_a_layer_that_kept_nothing_is_left_alone(model: Any) -> None:
+    """Such as what would attend to a picture."""
+    kept: Any = RowCache(model.config)
+    copy_of: Any = StaticRowCache(model.config, 16)
+    rows = torch.randn(1, 2, 5, 8)
+    kept.layers[1].update(rows, -rows)
+    copy_of.copy_rows(kept, 5)
+    assert not copy_of.layers[0].is_initialized
+    keys_BHCX, values_BHCX = copy_of.layers[1].buffers()
+    assert torch.equal(keys_BHCX[:, :, :5], rows) and torch.equal(values_BHCX[:, :, :5], -rows)
+    assert not keys_BHCX[:, :, 5:].any()
 
 
 def test_where_the_drafts_lie_counts(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
