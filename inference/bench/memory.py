@@ -10,6 +10,7 @@ Shapes: B batch, T tokens; 3 moments, those of `Peaks`, and 5 parts of their cur
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -52,6 +53,7 @@ def watch(model: MedusaModel, rows: int, prompt: int, new: int = _NEW) -> Peaks:
     generator = torch.Generator().manual_seed(0)
     ids_BT = torch.randint(model.target.vocab_size, (rows, prompt), generator=generator)
     ids_BT = ids_BT.to(model.target.device)
+    gc.collect()  # what others left would be given back in the middle, and be counted
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         model.generate(
             ids_BT,
