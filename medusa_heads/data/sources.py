@@ -25,6 +25,7 @@ PLACE_COLUMN = "_place"
 """Where a row stands, `file:line`, for messages about it."""
 
 _PROBLEM_COLUMN = "_problem"
+_ROWS_OF_A_BATCH = 20_000  # of a file: each batch takes kilobytes of every process that reads it
 
 
 @dataclass
@@ -252,7 +253,7 @@ def _parquet_table(file: Path) -> Dataset:
     if not options.keys() <= {each.name for each in fields(ParquetConfig)}:
         options = {}  # of earlier versions of datasets
     try:
-        table = Dataset.from_parquet(str(file), **options)
+        table = Dataset.from_parquet(str(file), writer_batch_size=_ROWS_OF_A_BATCH, **options)
         table.data.validate(full=True)  # its texts are texts, too
     except (DatasetsError, ArrowException, OSError, ValueError) as error:
         reason = error.__cause__ or error

@@ -4,6 +4,8 @@ import json
 import time
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, config
 
@@ -132,3 +134,9 @@ def test_a_cache_that_cannot_be_written_is_told_of(
     monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "file" / "cache")
     with pytest.raises(ValueError, match="expected a folder at"):
         load_corpus(str(tmp_path / "text.jsonl"))
+
+
+def test_a_large_table_has_few_batches_which_each_take_memory(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["a"] * 45_000}), tmp_path / "a.parquet")
+    rows = load_corpus(str(tmp_path / "a.parquet")).rows
+    assert isinstance(rows, Dataset) and len(rows.data.to_batches()) == 3

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _SPREAD = 256  # rows from all over the corpus, by which the library that encodes is chosen
 _ROWS_OF_A_PART = 200_000  # an interrupted preparation goes on behind the last part
+_BATCH = 8 << 20  # bytes of the corpus that become one batch of a file
+_MOST_ROWS_OF_A_BATCH = 5000
 
 
 def tokenise(
@@ -85,6 +87,8 @@ def _part(
         return rows.with_format("arrow" if numbers else None).map(
             partial(_counted, tokeniser, start),
             batched=True,
+            batch_size=_rows_of_a_batch(rows),
+            writer_batch_size=_MOST_ROWS_OF_A_BATCH,
             with_indices=True,
             remove_columns=rows.column_names,
             features=token_features(),
@@ -104,6 +108,12 @@ def _part(
         write_whole(folder / name, lambda path: make(str(path / "part.arrow")))
     files = sorted((folder / name).glob("*.arrow"))
     return concatenate_datasets([Dataset.from_file(str(file)) for file in files])
+
+
+def _rows_of_a_batch(rows: Dataset) -> int:
+    """Each batch of a file takes kilobytes of every process that reads it, so few are better; but
+    all rows of one are tokenised at once."""
+    return max(min(_BATCH * len(rows) // max(rows.data.nbytes, 1), _MOST_ROWS_OF_A_BATCH), 1)
 
 
 def _counted(function: Callable[..., Any], start: int, batch: Any, places: Sequence[int]) -> Any:

@@ -1,5 +1,6 @@
 """Rows of tokens from documents, completions and conversations."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -174,3 +175,15 @@ def test_rows_of_tokens_keep_the_document_that_they_name(max_length: int) -> Non
     made = tokenise(corpus, Tokeniser(corpus.format, None, max_length)).rows
     first, second, third, fourth = document_numbers(corpus, made)
     assert first == third and len({first, second, fourth}) == 3
+
+
+def test_few_rows_are_tokenised_at_once_where_they_are_long(tokenizer: Any, tmp_path: Path) -> None:
+    def batches(text: str, count: int) -> int:
+        corpus = as_corpus(Dataset.from_dict({"text": [text] * count}), "corpus")
+        tokeniser = Tokeniser(corpus.format, tokenizer, 10)
+        folder = tmp_path / f"{count}"
+        folder.mkdir()
+        return len(tokenise(corpus, tokeniser, folder=folder).rows.data.to_batches())
+
+    assert batches("a b", 4000) == 1  # each takes memory of all who read the rows
+    assert batches("a" * 100_000, 200) == 3
