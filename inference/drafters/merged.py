@@ -16,7 +16,14 @@ from torch import Tensor
 from medusa_heads.inference.drafters.base import Drafter, Memory
 from medusa_heads.inference.drafters.text import BOUNDS, PRIOR, chance_copied
 from medusa_heads.inference.engine.state import DecodingState, Drawing
-from medusa_heads.trees.dynamic_tree import DYNAMIC_WIDTH, NEVER, Guess, Tail, best_first_tree
+from medusa_heads.trees.dynamic_tree import (
+    DYNAMIC_WIDTH,
+    NEVER,
+    Guess,
+    Tail,
+    best_chain,
+    best_first_tree,
+)
 from medusa_heads.trees.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -94,17 +101,27 @@ class MergedTrees(Drafter):
         parts: which guess besides the text; may be none.
         num_drafted: nodes besides the root.
         sizes: see Drafter; none is larger than that.
+        chain_only: never more than one token behind another; then all have one size.
 
     Raises:
         ValueError: no node.
     """
 
-    def __init__(self, parts: Sequence[Part], num_drafted: int, sizes: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        num_drafted: int,
+        sizes: Sequence[int] = (),
+        *,
+        chain_only: bool = False,
+    ) -> None:
+        assert not (chain_only and sizes)
         if num_drafted < 1:
             raise ValueError(f"a merged tree drafts at least 1 token, got {num_drafted}")
         self._parts, self.num_nodes = list(parts), num_drafted + 1
         self.levels, self.sizes = num_drafted, sizes
         self._bushy = min(_BUSHY, num_drafted) if parts else num_drafted
+        self._chain_only = chain_only
         self.reads_prompt = any(part.reads_prompt for part in parts)
         # Tokens of the text that were accepted, and that were drafted where they counted.
         self._counts: dict[Drawing, Tensor] = {}
@@ -131,8 +148,10 @@ class MergedTrees(Drafter):
             offers += [of(level, paths_BFJ, above_BF) for depth, of in guesses if level < depth]
             return merged(*(torch.cat(each, dim=-1) for each in zip(*offers, strict=True)))
 
-        tail = Tail(found.tokens_BL, log_chances_BL)
         most = self.num_nodes - 1
+        if self._chain_only:
+            return best_chain(state.roots_B, guess, most)
+        tail = Tail(found.tokens_BL, log_chances_BL)
         return best_first_tree(state.roots_B, guess, most, self._bushy, DYNAMIC_WIDTH, tail)
 
     def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:

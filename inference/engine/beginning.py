@@ -44,7 +44,7 @@ class Beginning:
     Attributes:
         state: where the rows stand.
         rule: which of their drafts are kept.
-        verifies_trees: whether the target verifies trees.
+        in_whole_steps: whether rows of the target go by their own positions, not by cache slots.
         ends: the tokens that end a text; None where other things do.
         slots: that the text may come to need in the cache.
         recorder: of scores and logits, where they were asked for.
@@ -75,7 +75,7 @@ class Beginning:
         batch = input_ids_BT.shape[0]
         among = among or batch
         stop = StopCheck(stopping_criteria, among)
-        self.verifies_trees, self.ends = trusted == "tree", stop.ends
+        self.in_whole_steps, self.ends = trusted != "chain", stop.ends
         self.recorder = _recorder(config, batch, acceptance)
         rows = [
             Row(i, among, prompt_T, stop, streamer, self.recorder)

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,11 +28,14 @@ from medusa_heads.inference.acceptance.at_once import deepest_path, draw_all, ki
 from medusa_heads.inference.acceptance.lossless import check_drawn
 from medusa_heads.inference.adapt.buckets import Buckets
 from medusa_heads.inference.drafters.base import Drafter
+from medusa_heads.inference.engine.device_recurrent import RecurrentDeviceState
 from medusa_heads.inference.engine.device_state import ENDS, DeviceState, Figures
+from medusa_heads.inference.engine.recurrent import RecurrentState, read_again
 from medusa_heads.inference.engine.rows import Ends
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.recurrent import time_steps_of_one_token
 from medusa_heads.target.static_cache import StaticRecurrentCache, StaticRowCache
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.dynamic_tree import likeliest
@@ -61,7 +65,7 @@ class DeviceLoop:
         # Of which drafters, with processors of which kinds, a step was no graph.
         self._fails: WeakKeyDictionary[Drafter, set[tuple[Any, ...]]] = WeakKeyDictionary()
         self._compiled: Step = target.in_one_graph(_step)
-        self._states: WeakKeyDictionary[StaticRowCache, dict[tuple[int, int], DeviceState]] = (
+        self._states: WeakKeyDictionary[StaticRowCache, dict[Any, DeviceState]] = (
             WeakKeyDictionary()
         )
         self._buckets: WeakKeyDictionary[
@@ -86,11 +90,7 @@ class DeviceLoop:
         distribution."""
         cache, levels = state.cache, drafter.levels
         assert isinstance(cache, StaticRowCache) and levels is not None
-        states = self._states.setdefault(cache, {})
-        shape = levels, drafter.num_nodes
-        if shape not in states:
-            states[shape] = DeviceState(state, *shape, target.vocab_size)
-        on_device = states[shape]
+        on_device = self._state_of(target, drafter, state, levels)
         with stats.phase("draft"):
             drafter.prepare(state)
             # The drafter's own: held by the state, they would outlive it.
@@ -99,17 +99,23 @@ class DeviceLoop:
             state.memories.clear()  # copied by now, or to be made again
             buckets = self._buckets_of(drafter, on_device, rule)
         target.forget_hidden()
+        one_token: AbstractContextManager[None] = nullcontext()
+        if isinstance(cache, StaticRecurrentCache):
+            one_token = time_steps_of_one_token(target.model)
         try:
-            with stats.phase("step"):
+            with stats.phase("step"), one_token:
                 reading = _Reading(on_device.figures)
                 while reading.goes_on(buckets):
                     size = None if buckets is None else buckets.next()
                     reading.sizes.append(size)
                     nodes = drafter.num_nodes if size is None else size + 1
-                    with cache.tree_slots(None, nodes, on_device.roots_B.device):
-                        step = partial(target.run, self._compiled) if target.compiles else _step
-                        step(target, drafter, on_device, levels, size)
-        except UnsupportedArchitecture as error:  # found before a first step was taken
+                    width = on_device.width(nodes, reading.again)
+                    with cache.tree_slots(None, width, on_device.roots_B.device):
+                        self._take_step(target, drafter, on_device, levels, size)
+                state.lengths = on_device.end()
+        except UnsupportedArchitecture as error:
+            if int(on_device.forwards):  # what a step has done is wrong
+                raise
             self._fails.setdefault(drafter, set()).add(kinds(rule.processors))
             del stats.seconds["step"]  # there was none
             drafter.memories.pop(on_device, None)
@@ -119,6 +125,38 @@ class DeviceLoop:
         finally:
             del on_device.cache, on_device.memories
         _hand_over(on_device, state, stats)
+
+    def _state_of(
+        self, target: CompiledTarget, drafter: Drafter, state: DecodingState, levels: int
+    ) -> DeviceState:
+        """What goes on from a text's state, as it did from earlier ones of its shape."""
+        cache, nodes = state.cache, drafter.num_nodes
+        assert isinstance(cache, StaticRowCache)
+        states = self._states.setdefault(cache, {})
+        shape = levels, nodes, drafter.most_again(len(state.rows))
+        if shape not in states:
+            if isinstance(cache, StaticRecurrentCache):
+                states[shape] = RecurrentDeviceState(state, *shape, target.vocab_size)
+            else:
+                states[shape] = DeviceState(state, *shape[:2], target.vocab_size)
+        return states[shape]
+
+    def _take_step(
+        self,
+        target: CompiledTarget,
+        drafter: Drafter,
+        state: DeviceState,
+        levels: int,
+        size: int | None,
+    ) -> None:
+        if not target.compiles:
+            _step(target, drafter, state, levels, size)
+            return
+        comparing: AbstractContextManager[None] = nullcontext()
+        if isinstance(state, RecurrentDeviceState):
+            comparing = state.compared(target, drafter)
+        with comparing:
+            target.run(self._compiled, target, drafter, state, levels, size)
 
     def _buckets_of(
         self, drafter: Drafter, state: DeviceState, rule: SampleThenMatch
@@ -138,7 +176,10 @@ class _Reading:
 
     Attributes:
         sizes: drafted nodes of the steps whose figures are still to be read.
+        again: see Figures; None where it is not known in time.
     """
+
+    again: int | None = None
 
     def __init__(self, figures: Tensor) -> None:
         self._figures, self._late = figures, figures.device.type in _READ_LATE
@@ -159,6 +200,7 @@ class _Reading:
             assert buckets is not None
             accepted = figures.committed / figures.moved - 1.0
             buckets.learn(size, accepted, figures.expected, self._read - before)
+        self.again = None if self._late else int(figures.again)
         return figures.active > 0
 
     def _next(self) -> Tensor:
@@ -182,10 +224,18 @@ def _hand_over(on_device: DeviceState, state: DecodingState, stats: GenerationSt
         row.done = True
     for row in state.rows:
         check_drawn(row.tokens)
-    state.lengths, state.rows = on_device.lengths_B.tolist(), []
+    state.rows = []
     stats.steps += sum(counts)
     stats.forwards += int(on_device.forwards)
     stats.accepted.update({accepted: count for accepted, count in enumerate(counts) if count})
+
+
+def _goes_on(target: CompiledTarget, drafter: Drafter, state: RecurrentState) -> bool:
+    """Whether its states go through a graph, drafts are chains, and there is room for a root behind
+    all that is read again at first."""
+    longest = max(map(len, read_again(state)))
+    room = drafter.num_nodes + drafter.most_again(len(state.rows)) - longest
+    return not target.loses_states and drafter.levels == drafter.num_nodes - 1 and room > 0
 
 
 # Which neither keep a target, nor a cache beyond a text.
@@ -200,15 +250,17 @@ def device_loop(
     ends: Ends | None,
 ) -> Callable[[GenerationStats], None] | None:
     """What decodes this text in steps that are one graph; None where something in it needs the
-    host: a drafter that looks at tokens, processors that read the text, states instead of rows, or
-    what `ends` knows nothing of."""
+    host: a drafter that looks at tokens, processors that read the text, or what `ends` knows
+    nothing of."""
     if not isinstance(target, CompiledTarget) or not target.whole_steps or drafter.levels is None:
         return None
     if not isinstance(rule, SampleThenMatch) or not rule.draws_at_once:
         return None
     if ends is None or len(ends.tokens) > ENDS or state.last_position is None:
         return None
-    if not state.rows or isinstance(state.cache, StaticRecurrentCache):
+    if not state.rows:
+        return None
+    if isinstance(state, RecurrentState) and not _goes_on(target, drafter, state):
         return None
     if target not in _loops:
         _loops[target] = DeviceLoop(target)

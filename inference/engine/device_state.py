@@ -6,6 +6,7 @@ tree, X columns of hidden states, E tokens that end a row.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ class Figures(NamedTuple):
         active: rows that are not done.
         moved: rows that committed tokens.
         committed: their tokens.
+        again: the most tokens that the target reads again of any row, in front of its next tree.
         expected: of a mean row, the tokens accepted where its 0, 1, 2, .. likeliest nodes are
             verified; nothing where the tree is always the same.
     """
@@ -38,13 +40,22 @@ class Figures(NamedTuple):
     active: float
     moved: float
     committed: float
+    again: float
     expected: list[float]
 
     @classmethod
     def of(cls, numbers: list[float]) -> Figures:
         """As `DeviceState.figures` holds them."""
-        active, moved, committed, *expected = numbers
-        return cls(active, moved, committed, expected)
+        active, moved, committed, again, *expected = numbers
+        return cls(active, moved, committed, again, expected)
+
+
+def fixed_zeros(device: torch.device, *shape: int, dtype: torch.dtype = torch.long) -> Tensor:
+    """Zeros that lie where they are for good, as a graph knows them."""
+    with torch.inference_mode(False):
+        made = torch.zeros(shape, dtype=dtype, device=device)
+    torch._dynamo.mark_static_address(made)
+    return made
 
 
 class DeviceState(DecodingState):
@@ -66,13 +77,7 @@ class DeviceState(DecodingState):
         capacity = like.cache.fixed_capacity
         assert capacity is not None
         self._capacity, self._levels = capacity, levels
-
-        def numbers(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
-            with torch.inference_mode(False):
-                made = torch.zeros(shape, dtype=dtype, device=device)
-            torch._dynamo.mark_static_address(made)
-            return made
-
+        numbers = partial(fixed_zeros, device)
         self.hidden_BD = numbers(*like.hidden_BD.shape, dtype=like.hidden_BD.dtype)
         self.roots_B, self.lengths_B, self.padding_B = (numbers(batch) for _ in range(3))
         self.last_B, self.keys_B = numbers(batch), numbers(batch)
@@ -89,7 +94,7 @@ class DeviceState(DecodingState):
         # How many steps committed 1, 2, .. tokens; steps with any row.
         self.steps_A, self.forwards = numbers(levels + 1), numbers(1)
         # What the host reads, see `Figures`.
-        self.figures = numbers(3 + nodes, dtype=torch.float)
+        self.figures = numbers(4 + nodes, dtype=torch.float)
         tokens_V = numbers(vocab_size)
         tokens_V.copy_(torch.arange(vocab_size))
         self._noise = NoiseOnDevice(self.keys_B, self.written_B, tokens_V)
@@ -102,7 +107,7 @@ class DeviceState(DecodingState):
         """Go on with this text, whose prompt has been read, by processors that look at scores
         alone."""
         rows, device = state.rows, self.roots_B.device
-        first = [0 if row.done else ends.max_length - row.length for row in rows]
+        room = [0 if row.done else ends.max_length - row.length for row in rows]
         ending = [*ends.tokens, *[NO_TOKEN] * (ENDS - len(ends.tokens))]
         noise, last = state.noise, state.last_position
         assert last is not None
@@ -112,7 +117,7 @@ class DeviceState(DecodingState):
             (self.last_B, [last - padding for padding in state.padding]),
             (self.keys_B, [0] * len(rows) if noise is None else noise.keys(rows)),
             (self.written_B, [len(row.tokens) for row in rows]),
-            (self.room_B, first),
+            (self.room_B, room),
             (self.ends_E, ending),
         ):
             of_rows.copy_(torch.tensor(values, device=device))
@@ -128,7 +133,7 @@ class DeviceState(DecodingState):
             self.memories[heads].begin(memory)
         for of_steps in (self.steps_A, self.forwards, self.figures):
             of_steps.zero_()
-        self.figures[0] = sum(map(bool, first))
+        self.figures[0] = sum(map(bool, room))
         of_kinds = kinds(processors)
         if of_kinds not in self._processors:
             self._processors[of_kinds] = ProcessorsOnDevice(processors, device)
@@ -144,14 +149,34 @@ class DeviceState(DecodingState):
         """Where the last of what the last step committed stands."""
         return (self.fresh_B[:, None] - 1).clamp_min(0)
 
+    @property
+    def held_B(self) -> Tensor:
+        """Tokens of each row that the cache holds."""
+        return self.lengths_B
+
+    @property
+    def again_B(self) -> Tensor:
+        """Tokens that the target reads again in front of each row's next tree."""
+        return torch.zeros_like(self.lengths_B)
+
+    @property
+    def most_B(self) -> Tensor:
+        """Tokens that each row may commit in this step."""
+        return self.room_B
+
     def tree_mask(self, tree: TokenTree) -> TreeMask:
         """See DecodingState; the cache's slots for the tree are set as well."""
-        first, slots_N = self.lengths_B.amax(), self.cache.slots_N
+        first, slots_N = self.held_B.amax(), self.cache.slots_N
         slots_N.copy_(first + torch.arange(tree.num_nodes, device=slots_N.device))
         slots_C = torch.arange(self._capacity, device=slots_N.device)
-        valid_BC = (slots_C >= self.padding_B[:, None]) & (slots_C < self.lengths_B[:, None])
-        positions_B1 = (self.lengths_B - self.padding_B)[:, None]
+        valid_BC = (slots_C >= self.padding_B[:, None]) & (slots_C < self.held_B[:, None])
+        positions_B1 = (self.held_B - self.padding_B)[:, None]
         return padded_mask(tree, valid_BC, positions_B1, self.last_B, first, self.padding_B)
+
+    def width(self, nodes: int, again: int | None) -> int:
+        """How many tokens of each row a step reads that verifies so many nodes; `again` as in
+        Figures, if it is known."""
+        return nodes
 
     def read(self, target: CompiledTarget, tree: TokenTree) -> tuple[Tensor, Tensor]:
         """Logits [B, N, V] of every node, and hidden states [B, N, X]."""
@@ -168,18 +193,14 @@ class DeviceState(DecodingState):
         room_B1, written_B1 = self.room_B[:, None], self.written_B[:, None]
         ends_BA = (tokens_BA[..., None] == self.ends_E).any(dim=-1) | (tokens_BA == NO_TOKEN)
         open_BA = ends_BA.long().cumsum(dim=1) - ends_BA.long() == 0
-        taken_BA = open_BA & (columns_A < length_B1.minimum(room_B1))
+        taken_BA = open_BA & (columns_A < length_B1.minimum(self.most_B[:, None]))
         count_B1 = taken_BA.sum(dim=1, keepdim=True)
         place_BA = (written_B1 + columns_A).where(taken_BA, self._capacity)
         self.out_BT.scatter_(1, place_BA, tokens_BA)
         self.steps_A += (columns_A == count_B1 - 1).sum(dim=0)
         self.forwards += (count_B1 > 0).any()
 
-        # What is not taken moves onto itself, into slots that are free.
-        first, lengths_B1 = self.lengths_B.amax(), self.lengths_B[:, None]
-        to_BA = lengths_B1 + columns_A
-        self.cache.move_rows((first + nodes_BA).where(taken_BA, to_BA), to_BA)
-
+        self._keep(nodes_BA, taken_BA)
         last_B1 = (count_B1 - 1).clamp_min(0)
         root_B1 = tokens_BA.gather(1, last_B1).clamp_min(0)  # one that could not be drawn is none
         node_B1X = nodes_BA.gather(1, last_B1)[..., None].expand(-1, -1, hidden_BNX.shape[2])
@@ -195,11 +216,23 @@ class DeviceState(DecodingState):
         self.written_B += count_B1[:, 0]
         self.room_B.copy_((room_B1 - count_B1).where(~(ends_BA & taken_BA).any(1, True), 0)[:, 0])
         moved_B = moves_B1[:, 0]
-        told = [(self.room_B > 0).sum(), moved_B.sum(), count_B1.sum()]
-        self.figures[:3] = torch.stack(told)
+        told = [(self.room_B > 0).sum(), moved_B.sum(), count_B1.sum(), self.again_B.amax()]
+        self.figures[:4] = torch.stack(told)
         if expected_BN is not None:
             own_BN = expected_BN.where(moves_B1, 0.0)
-            self.figures[3:] = own_BN.sum(dim=0) / moved_B.sum().clamp_min(1)
+            self.figures[4:] = own_BN.sum(dim=0) / moved_B.sum().clamp_min(1)
+
+    def _keep(self, nodes_BA: Tensor, taken_BA: Tensor) -> None:
+        """Of the tree just read, keep in the cache what is taken."""
+        # What is not taken moves onto itself, into slots that are free.
+        columns_A = torch.arange(nodes_BA.shape[1], device=nodes_BA.device)
+        first, to_BA = self.lengths_B.amax(), self.lengths_B[:, None] + columns_A
+        self.cache.move_rows((first + nodes_BA).where(taken_BA, to_BA), to_BA)
+
+    def end(self) -> list[int]:
+        """The text is over: how many tokens of each row the cache holds."""
+        lengths: list[int] = self.held_B.tolist()
+        return lengths
 
     def written(self) -> list[list[int]]:
         """All new tokens of each row."""

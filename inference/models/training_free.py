@@ -134,8 +134,8 @@ class TrainingFreeModel(AssistedModel):
         if name == "mtp":
             return self._mtp(blend)
         sources = [] if name == "suffix" else [RecyclingSource(target.vocab_size)]
-        asks_nobody = self.corpus is None and not self.deterministic and not self._chain_only
-        if name != "recycling" and asks_nobody and takes_whole_steps(target):
+        asks_nobody = self.corpus is None and not self.deterministic
+        if name != "recycling" and asks_nobody and takes_whole_steps(target, self._chain_only):
             own = name == "suffix"
             nodes = min(SUFFIX_TOKENS, room(target) - 1) if own else None
             return merged_trees(target, sources, recycles=not own, nodes=nodes)

@@ -26,11 +26,13 @@ from medusa_heads.inference.lookup.corpus_index import CorpusIndex
 from medusa_heads.inference.plan.tree_size import best_tree, read_as
 from medusa_heads.inference.plan.trees import TreeSpec, make_drafter, parse_tree, read_shape
 from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.recurrent import is_recurrent
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.statistics import HeadStatistics, prior_statistics
 
 SUFFIX = "+suffix"
 _COMPARING = ("threshold", "log_ratio")  # rules that compare with the draft's own probabilities
+_CHAIN = 7  # nodes of one that all steps have: with the root a power of two
 _UNVARYING = 15  # nodes; with the root a multiple of what matrix units take at a time
 _GRAPHS = {7, 15}  # nodes of what is compiled, besides none and the number that pays most
 _SEQUENTIAL = (3, 7, 15, 23, 31)  # nodes of the trees that heads which see each other may draft
@@ -118,9 +120,11 @@ def blended(
     )
 
 
-def takes_whole_steps(target: TargetModel) -> bool:
-    """Whether steps of this target are graphs as a whole, in which no drafter asks the host."""
-    return isinstance(target, CompiledTarget) and target.whole_steps
+def takes_whole_steps(target: TargetModel, chain_only: bool) -> bool:
+    """Whether steps of this target are graphs as a whole, in which no drafter asks the host; of one
+    that verifies chains alone, where states ask for that and not cache slots."""
+    whole = isinstance(target, CompiledTarget) and target.whole_steps
+    return whole and (not chain_only or is_recurrent(target.config))
 
 
 def merged_trees(
@@ -130,6 +134,7 @@ def merged_trees(
     heads: DynamicDrafter | None = None,
     recycles: bool = True,
     nodes: int | None = None,
+    chain_only: bool = False,
 ) -> MergedTrees:
     """What `blended` drafts, by tensors alone.
 
@@ -138,7 +143,8 @@ def merged_trees(
         heads: which guess as well; None for none.
         recycles: whether what the target nearly wrote is drafted from.
         nodes: how many at every step; by default a few numbers, of which each step verifies the one
-            that pays most.
+            that pays most, or one number for chains.
+        chain_only: the target verifies chains alone.
     """
     sizes: list[int] = []
     if nodes is None:
@@ -146,10 +152,12 @@ def merged_trees(
         nodes = _best_fixed(clock, all_sizes, sources)
         # Every step drafts the largest tree: one larger than usually pays would cost all of them.
         sizes = [size for size in _graphs(clock, all_sizes, sources) if size <= nodes]
+        if chain_only:
+            nodes, sizes = min(nodes, _CHAIN), []
     parts: list[Part] = [] if heads is None else [heads]
     if recycles:
         parts.append(RecycledTrees(target.vocab_size, nodes))
-    return MergedTrees(parts, nodes, sizes)
+    return MergedTrees(parts, nodes, sizes, chain_only=chain_only)
 
 
 def heads_drafter(
@@ -196,12 +204,15 @@ def heads_drafter(
             f"the tree {tree!r} needs a target that verifies branches, and this one verifies "
             "chains alone: use 'auto'"
         )
-    merges = takes_whole_steps(target) and corpus is None and not deterministic and not chain_only
+    merges = takes_whole_steps(target, chain_only) and corpus is None and not deterministic
     if tree == "auto":
         own, clock = _own_source(target, heads, statistics, deterministic)
         if merges:
             guessing = DynamicDrafter(heads, 1, temperatures=statistics.temperatures)
-            return tree, merged_trees(target, [own], heads=guessing)
+            recycles = not chain_only
+            return tree, merged_trees(
+                target, [own], heads=guessing, recycles=recycles, chain_only=chain_only
+            )
         sources = [own] if chain_only else [RecyclingSource(target.vocab_size), own]
         return tree, blend(sources, chain_only=chain_only, clock=clock)
     drafter = make_drafter(_without_suffix(tree), heads, statistics, with_log_probs=True)

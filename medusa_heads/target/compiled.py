@@ -140,6 +140,11 @@ class CompiledTarget(TargetModel):
         return made
 
     @property
+    def loses_states(self) -> bool:
+        """Whether no graph carries the model's states on."""
+        return has_scans(self.model) or self.cache_argument != "past_key_values"
+
+    @property
     def compiles(self) -> bool:
         """False within `uncompiled`, and where no compiler works."""
         return self._forward is self._compiled
@@ -237,7 +242,7 @@ class CompiledTarget(TargetModel):
         return logits_BNV
 
     def _run(self, tokens_BN: Tensor, cache: StaticRowCache, mask: TreeMask) -> Tensor:
-        if has_scans(self.model) or self.cache_argument != "past_key_values":
+        if self.loses_states:
             raise UnsupportedArchitecture(
                 f"{self.config.model_type} is a Mamba, whose state is not carried through a graph",
                 "leave compile out",

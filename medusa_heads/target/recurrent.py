@@ -178,6 +178,8 @@ class RecurrentCache(RowCache):
             if not self._held:
                 with torch.inference_mode(False):  # it may outlive the loop
                     self._held = [torch.empty_like(state) for state in states]
+                for held in self._held:
+                    torch._dynamo.mark_static_address(held)  # as the states themselves
             _copy(self._held, states)
             for layer in self._compressed():
                 layer.hold()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads import HeadsConfig, MedusaModel, new_heads
+from medusa_heads.config import RankPath
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.device_state import DeviceState
 from medusa_heads.inference.engine.state import DecodingState
@@ -24,17 +25,22 @@ SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 30, 
 
 
 class PlantedOnDevice(Drafter):
-    """Trees with the true continuation on one path, as deep as the place in the text says: the
-    `truth` of 0, 1, .. levels in turn. All that branches off is false, and what is behind it true.
+    """Trees with the true continuation on one path, as deep as place and row say: the `truth` of
+    0, 1, .. levels in turn. All that branches off is false, and what is behind it true.
     """
 
-    def __init__(self, texts: Sequence[Sequence[int]], truth: Sequence[int]) -> None:
-        self.shape = TreeShape.from_choices(BUSHY)
+    def __init__(
+        self,
+        texts: Sequence[Sequence[int]],
+        truth: Sequence[int],
+        choices: Sequence[RankPath] = BUSHY,
+    ) -> None:
+        self.shape = TreeShape.from_choices(choices)
         self.num_nodes, self.levels = self.shape.num_nodes, self.shape.max_depth
         self.texts_BT = torch.tensor(texts, device=DEVICE)
         self.truth = torch.tensor(truth, device=DEVICE)
         self.depth_N = torch.tensor(self.shape.depth, device=DEVICE)
-        path = max(BUSHY, key=len)
+        path = max(choices, key=len)
         on_path = [choice == path[: len(choice)] for choice in self.shape.choices]
         self.on_path_N = torch.tensor([True, *on_path], device=DEVICE)
 
@@ -45,7 +51,8 @@ class PlantedOnDevice(Drafter):
             written_B1 = torch.tensor([[len(row.tokens)] for row in state.rows], device=DEVICE)
         place_BN = (written_B1 + self.depth_N - 1).clamp(0, self.texts_BT.shape[1] - 1)
         true_BN = self.texts_BT.gather(1, place_BN)
-        goal_B1 = self.truth[written_B1 % len(self.truth)]
+        row_B1 = torch.arange(len(written_B1), device=DEVICE)[:, None]
+        goal_B1 = self.truth[(written_B1 + row_B1) % len(self.truth)]
         false_BN = (self.depth_N <= goal_B1) & ~self.on_path_N | (self.depth_N == goal_B1 + 1)
         tokens_BN = (true_BN + false_BN) % 199
         tokens_BN = tokens_BN.where(self.depth_N > 0, state.roots_B[:, None])

@@ -17,6 +17,7 @@ from medusa_heads.trees.dynamic_tree import (
     Guess,
     Ranking,
     accepted_by_size,
+    best_chain,
     best_first_tree,
     likeliest,
 )
@@ -132,6 +133,17 @@ def test_the_likeliest_nodes_have_their_parents(chances: list[float], nodes: int
         own = paths(smaller, 0)
         assert len(own) == size and own <= whole
         assert torch.all(expected_BN.diff() >= 0) and expected_BN[0, 0] == 0
+
+
+def test_a_chain_is_the_likeliest_path_of_its_length() -> None:
+    tokens, log_probs = random_heads(3, 4, 5, seed=2)
+    log_probs[1, 2, 0] = math.nan  # no number, so not the likeliest
+    chain = best_chain(torch.tensor([7, 8, 9]), independent(tokens, log_probs), 4)
+    best = log_probs.nan_to_num(nan=-math.inf).argmax(dim=-1, keepdim=True)
+    assert chain.chain_lengths() == [5, 5, 5] and chain.tokens_BN[:, 0].tolist() == [7, 8, 9]
+    assert torch.equal(chain.tokens_BN[:, 1:], tokens.gather(2, best)[..., 0])
+    assert chain.log_probs_BN is not None
+    assert torch.equal(chain.log_probs_BN[:, 1:], log_probs.gather(2, best)[..., 0])
 
 
 def test_certain_heads_draft_a_chain_with_parents_first() -> None:

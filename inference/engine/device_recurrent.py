@@ -1,0 +1,154 @@
+"""The same on the device for a target with a recurrent state, which cannot drop what it has read.
+
+Each step reads equally many tokens of every row: what the states have not read yet of its text, its
+root, and of its chain of drafts as much as there is room for. Where all of them are accepted the
+states stand behind them. Else the next step begins with the states put back, and with one more step
+the text that is read again in front of its drafts grows. It never comes to leave no room for a
+root, since a row without any drafts has nothing that could be refused.
+
+Shapes: B rows, N nodes of chains, T tokens that are read of each row, X columns of hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.inference.drafters.base import Drafter
+from medusa_heads.inference.engine.device_state import DeviceState, fixed_zeros
+from medusa_heads.inference.engine.recurrent import read_again
+from medusa_heads.inference.engine.rows import Ends
+from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.target.compiled import CompiledTarget, explicit_inputs
+from medusa_heads.target.numbers import TOLERANCE, is_half
+from medusa_heads.target.static_cache import StaticRecurrentCache
+from medusa_heads.trees.tree import TokenTree, chain_shape
+
+
+class RecurrentDeviceState(DeviceState):
+    """Such rows, and what the target's states hold of each.
+
+    Args:
+        again: tokens of a row that may be read again in front of a whole chain.
+        others: as of DeviceState.
+
+    Attributes:
+        kept_B: rows whose states stand where the last step has left them; those of the others go
+            back to where they stood before.
+        read_BT: what the last step read.
+    """
+
+    cache: StaticRecurrentCache
+
+    def __init__(
+        self, like: DecodingState, levels: int, nodes: int, again: int, vocab_size: int
+    ) -> None:
+        super().__init__(like, levels, nodes, vocab_size)
+        device, batch = self.roots_B.device, len(self.roots_B)
+        self._shapes = {width: chain_shape(width) for width in (nodes, nodes + again)}
+        self._held_B = fixed_zeros(device, batch)
+        self.kept_B = fixed_zeros(device, batch, dtype=torch.bool)
+        self.read_BT = fixed_zeros(device, batch, nodes + again)
+        for width, shape in self._shapes.items():
+            shape.tree(self.read_BT[:, :width])  # what it knows of the device, no graph could make
+        self._compared: WeakKeyDictionary[Drafter, set[Any]] = WeakKeyDictionary()
+
+    def begin(self, state: DecodingState, ends: Ends, processors: LogitsProcessorList) -> None:
+        super().begin(state, ends, processors)
+        device = self.roots_B.device
+        self.lengths_B.copy_(torch.tensor([row.length - 1 for row in state.rows], device=device))
+        self._held_B.copy_(torch.tensor(state.lengths, device=device))
+        for read_T, again in zip(self.read_BT, read_again(state), strict=True):
+            read_T[: len(again)] = torch.tensor(again, device=device)
+        self.kept_B.fill_(True)
+        self.cache.hold()
+        self.figures[3] = self.again_B.amax()
+
+    @property
+    def held_B(self) -> Tensor:
+        return self._held_B
+
+    @property
+    def again_B(self) -> Tensor:
+        return self.lengths_B - self.held_B
+
+    @property
+    def most_B(self) -> Tensor:
+        width = len(self.cache.slots_N)
+        return self.room_B.minimum(width - self.again_B)
+
+    def width(self, nodes: int, again: int | None) -> int:
+        """As few tokens as a whole chain has room in, or all there may be."""
+        least, most = min(self._shapes), max(self._shapes)
+        return least if again == 0 else most
+
+    def read(self, target: CompiledTarget, tree: TokenTree) -> tuple[Tensor, Tensor]:
+        self.cache.settle(self.kept_B)
+        width, again_B1 = len(self.cache.slots_N), self.again_B[:, None]
+        columns_T = torch.arange(width, device=again_B1.device)
+        node_BT = (columns_T - again_B1).clamp(0, tree.num_nodes - 1)
+        drafted_BT = tree.tokens_BN.gather(1, node_BT)
+        fed_BT = self.read_BT[:, :width].where(columns_T < again_B1, drafted_BT)
+        self.read_BT[:, :width] = fed_BT
+        mask = self.tree_mask(self._shapes[width].tree(fed_BT))
+        logits_BTV, hidden_BTX = target.read_within(fed_BT, self.cache, mask)
+        nodes_N = torch.arange(tree.num_nodes, device=again_B1.device)
+        # What there is no room for is not taken.
+        place_BN1 = (again_B1 + nodes_N).clamp_max(width - 1)[..., None]
+        return (
+            logits_BTV.gather(1, place_BN1.expand(-1, -1, logits_BTV.shape[2])),
+            hidden_BTX.gather(1, place_BN1.expand(-1, -1, hidden_BTX.shape[2])),
+        )
+
+    def _keep(self, nodes_BA: Tensor, taken_BA: Tensor) -> None:
+        width = len(self.cache.slots_N)
+        self.kept_B.copy_(self.again_B + taken_BA.sum(dim=1) == width)
+        self._move_rows(self.held_B, self.kept_B)
+        self._held_B += width * self.kept_B
+
+    def _move_rows(self, held_B: Tensor, kept_B: Tensor) -> None:
+        """What attention keeps of tokens that were read and are kept, to its row's own text."""
+        columns_T = torch.arange(len(self.cache.slots_N), device=held_B.device)
+        to_BT = held_B[:, None] + columns_T
+        self.cache.move_rows((held_B.amax() + columns_T).where(kept_B[:, None], to_BT), to_BT)
+
+    def end(self) -> list[int]:
+        self.cache.settle(self.kept_B)
+        self.cache.move_on()
+        return super().end()
+
+    @contextmanager
+    def compared(self, target: CompiledTarget, drafter: Drafter) -> Iterator[None]:
+        """Within the block is a compiled step. Raises UnsupportedArchitecture: it is the first of
+        its graph, and leaves other states than the model's own forward."""
+        kinds_of = (len(self.cache.slots_N), self.drawing, *map(type, self.processors))
+        compared = self._compared.setdefault(drafter, set())
+        if kinds_of in compared:
+            yield
+            return
+        compared.add(kinds_of)
+        self.cache.settle(self.kept_B)
+        before, held_B = [state.clone() for state in self.cache.states()], self.held_B.clone()
+        width = len(self.cache.slots_N)
+        mask = self.tree_mask(self._shapes[width].tree(self.read_BT[:, :width]))
+        yield
+        compiled = [state.clone() for state in self.cache.states()]
+        torch._foreach_copy_(self.cache.states(), before)
+        target.model(**explicit_inputs(target, self.read_BT[:, :width], self.cache, mask))
+        target.forget_hidden()
+        self._move_rows(held_B, self.kept_B)  # which have been written over
+        for of_graph, own in zip(compiled, self.cache.states(), strict=True):
+            error = float((of_graph - own).float().norm() / own.float().norm().clamp_min(1e-6))
+            if not error <= TOLERANCE[is_half(target.dtype)]:
+                raise UnsupportedArchitecture(
+                    f"the states of {target.config.model_type} differ by {error:.2g} of their "
+                    "length where its steps are compiled",
+                    "leave compile out",
+                )

@@ -1,0 +1,194 @@
+"""Steps on the device from a recurrent state: generate()'s tokens, whatever was refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from medusa_heads import HeadsConfig, MedusaModel, TrainingFreeModel, new_heads
+from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.inference.drafters.base import Drafter
+from medusa_heads.inference.drafters.merged import MergedTrees
+from medusa_heads.inference.engine.device_recurrent import RecurrentDeviceState
+from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.recurrent import RecurrentCache
+from medusa_heads.target.static_cache import StaticRecurrentCache
+from tests.inference.on_device import SAMPLING, PlantedOnDevice, text
+from tests.inference.padded import padded
+from tests.inference.recurrent import CHAIN, KINDS, prompt, repeating, tiny_target, written
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
+
+BATCHES = ([0], [0, 3, 5])  # padding of each row
+BOTH = [2, 0, 4, 1, 3]
+NEW = 40
+
+
+class Counting:
+    """Runs graphs as they were traced, and counts them; or adds noise to what they compute."""
+
+    def __init__(self, wrong: float = 0.0) -> None:
+        self.graphs, self._wrong = 0, wrong
+
+    def __call__(self, graph: Any, _inputs: Any) -> Any:
+        self.graphs += 1
+        for node in graph.graph.find_nodes(op="call_function", target=torch.cat):
+            if self._wrong:
+                with graph.graph.inserting_after(node):
+                    wrong = graph.graph.call_function(torch.mul, (node, 1.0 + self._wrong))
+                node.replace_all_uses_with(wrong)
+                wrong.args = node, 1.0 + self._wrong  # which was replaced as well
+        graph.recompile()
+        return graph.forward
+
+
+def medusa_of(target_kind: str, backend: Any = "eager", **config: Any) -> MedusaModel:
+    torch.manual_seed(3)
+    target = tiny_target(target_kind)
+    heads = new_heads(target, HeadsConfig(num_heads=4, **config))
+    return MedusaModel(target, heads, tree="4", compile="steps", compile_backend=backend)
+
+
+def planted(medusa: MedusaModel, inputs: Any, truth: list[int], **options: Any) -> Tensor:
+    whole = written(medusa.target.model, inputs, max_new_tokens=NEW + 9, **options)
+    length = inputs["input_ids"].shape[1]
+    medusa.drafter = PlantedOnDevice(whole[:, length:].tolist(), truth, CHAIN)
+    return torch.as_tensor(whole[:, : length + NEW])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("padding", BATCHES, ids=["1 row", "3 rows"])
+def test_planted_chains(kind: str, padding: list[int]) -> None:
+    medusa, inputs = medusa_of(kind), padded(padding, 12)
+    for truth in ([4], [0], BOTH):
+        expected = planted(medusa, inputs, truth)
+        for new in (NEW, NEW - 1, 2):  # the last token within a chain
+            got = text(medusa, inputs, max_new_tokens=new)
+            assert torch.equal(got, expected[:, : 12 + new])
+            assert medusa.last_stats.seconds["step"]
+        if truth == [4]:
+            text(medusa, inputs, max_new_tokens=NEW)
+            assert medusa.last_stats.tokens_per_step > 4
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_little_room_to_read_again(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chains then become shorter, to nothing: a row that reads all of it goes on behind it."""
+    monkeypatch.setattr(Drafter, "most_again", lambda *_: most)
+    for kind, padding in (("lfm2", [0]), ("qwen3_next", [0, 3, 5])):
+        medusa, inputs = medusa_of(kind), padded(padding, 12)
+        for truth in (BOTH, [1]):
+            expected = planted(medusa, inputs, truth)
+            assert torch.equal(text(medusa, inputs, max_new_tokens=NEW), expected)
+            assert medusa.last_stats.tokens_per_step > 1.2
+
+
+def test_negative_controls(monkeypatch: pytest.MonkeyPatch) -> None:
+    medusa, inputs = medusa_of("lfm2"), padded([0, 3, 5], 12)
+    expected = planted(medusa, inputs, BOTH)
+    keep = RecurrentDeviceState._keep
+
+    def keep_all(state: RecurrentDeviceState, *given: Tensor) -> None:
+        keep(state, *given)
+        state.kept_B.fill_(True)
+
+    for broken, name, wrong in (
+        (StaticRecurrentCache, "settle", lambda *_: None),
+        (RecurrentDeviceState, "_keep", keep_all),
+        (RecurrentDeviceState, "_move_rows", lambda *_: None),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(broken, name, wrong)
+            assert not torch.equal(text(medusa, inputs, max_new_tokens=NEW), expected)
+    assert torch.equal(text(medusa, inputs, max_new_tokens=NEW), expected)
+
+
+def test_rows_end_apart() -> None:
+    medusa, inputs = medusa_of("falcon_h1"), padded([0, 3, 5], 12)
+    whole = planted(medusa, inputs, BOTH)
+    for place in (3, 18):
+        ends: dict[str, Any] = {"eos_token_id": [int(whole[0, 12 + place]), int(whole[-1, 23])]}
+        expected = written(medusa.target.model, inputs, max_new_tokens=NEW, **ends)
+        assert torch.equal(text(medusa, inputs, max_new_tokens=NEW, **ends), expected)
+
+
+KINDS_OF_HEADS: dict[str, dict[str, Any]] = {
+    "medusa": {},
+    "hydra": {"kind": "hydra"},
+    "features": {"features": (0,), "correction_rank": 8},
+    "prefix": {"prefix_attention": True},
+    "block": {"kind": "block"},
+    "eagle3": {"kind": "eagle3"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_HEADS)
+def test_heads_write_what_steps_that_ask_the_host_write(kind: str) -> None:
+    medusa, inputs = medusa_of("lfm2", **KINDS_OF_HEADS[kind]), padded([0, 4], 12)
+    asking = MedusaModel(medusa.target.model, medusa.heads, tree="none")
+    for options in ({}, SAMPLING):
+        got = text(medusa, inputs, max_new_tokens=NEW, **options)
+        assert medusa.last_stats.seconds["step"]
+        torch.manual_seed(3)
+        told = {"do_sample": False, **inputs, "max_new_tokens": NEW, **options}
+        assert torch.equal(got, torch.as_tensor(asking.generate(**told)))
+
+
+@pytest.mark.parametrize("made", ["auto", "suffix"])
+def test_chains_merged_of_the_text_and_heads(made: str) -> None:
+    target, inputs = tiny_target("lfm2"), repeating()
+    options: Any = {"compile": "steps", "compile_backend": "eager"}
+    if made == "suffix":
+        model: Any = TrainingFreeModel(target, made, **options)
+    else:
+        heads = new_heads(target, HeadsConfig(num_heads=2))
+        model = MedusaModel(target, heads, tree=made, **options)
+    assert isinstance(model.drafter, MergedTrees)
+    got = text(model, inputs, max_new_tokens=NEW)
+    assert torch.equal(got, written(target.model, inputs, max_new_tokens=NEW))
+    assert model.last_stats.seconds["step"]
+
+
+def test_a_text_goes_on_from_what_was_read() -> None:
+    """Also with tokens that its states have not read yet."""
+    medusa, inputs = medusa_of("lfm2"), prompt(12)
+    whole = planted(medusa, inputs, [0])
+    with medusa.target.uncompiled():  # type: ignore[attr-defined]
+        half = written(medusa, inputs, max_new_tokens=19, return_dict_in_generate=True)
+        assert type(half.past_key_values) is RecurrentCache
+        rest = {"input_ids": half.sequences, "attention_mask": torch.ones_like(half.sequences)}
+        options = {"max_new_tokens": NEW - 19, "past_key_values": half.past_key_values}
+        medusa.drafter.texts_BT = whole[:, 31:]  # type: ignore[attr-defined]
+        assert torch.equal(written(medusa, rest, **options), whole)
+    assert medusa.last_stats.seconds["step"]
+
+
+def test_two_graphs_serve_every_text() -> None:
+    counting = Counting()
+    medusa = medusa_of("lfm2", counting)
+    for length in (12, 30):
+        inputs = prompt(length)
+        expected = written(medusa.target.model, inputs, max_new_tokens=NEW)
+        assert torch.equal(written(medusa, inputs, max_new_tokens=NEW), expected)
+        assert medusa.last_stats.seconds["step"]
+    assert counting.graphs == 2
+
+
+def test_what_a_compiler_gets_wrong_is_refused_by_name() -> None:
+    medusa, inputs = medusa_of("lfm2", Counting(wrong=0.1)), prompt(12)
+    planted(medusa, inputs, BOTH)
+    with pytest.raises(UnsupportedArchitecture, match="the states of lfm2 differ by"):
+        written(medusa, inputs, max_new_tokens=NEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text"])
+def test_inductor_writes_the_same(kind: str) -> None:
+    medusa, inputs = medusa_of(kind, "inductor"), padded([0, 3, 5], 12)
+    assert isinstance(medusa.target, CompiledTarget)
+    expected = planted(medusa, inputs, BOTH)
+    assert torch.equal(written(medusa, inputs, max_new_tokens=NEW), expected)
+    assert medusa.last_stats.seconds["step"]
