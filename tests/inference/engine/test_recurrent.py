@@ -1,4 +1,5 @@
-"""Targets with a recurrent state, with the truth planted on chains: what generate() writes."""
+"""Targets with a recurrent state, with the truth planted on chains: what generate() writes; in
+batches, where each row is put back for itself."""
 
 from __future__ import annotations
 
@@ -10,13 +11,17 @@ from torch import Tensor
 
 from medusa_heads import TargetModel
 from medusa_heads.errors import UnsupportedArchitecture
-from medusa_heads.inference.engine.capability import capability
+from medusa_heads.inference.engine.capability import capability, check_batch
 from medusa_heads.target.recurrent import RecurrentCache, StateLayer
 from scripts.prove.tiny_models import builder
+from tests.inference.padded import padded
 from tests.inference.planted import PlantedDrafter
 from tests.inference.recurrent import KINDS, planted, prompt, tiny_target, written
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
+
+SHORT: dict[str, Any] = {"max_new_tokens": 32}
+UNEQUAL = (5, 0, 9, 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -131,3 +136,110 @@ def test_a_state_that_is_kept_elsewhere_is_refused_by_name() -> None:
     why = "recurrent_gemma does not keep its (text|state) in"
     with pytest.raises(UnsupportedArchitecture, match=why):
         capability(tiny_target("recurrent_gemma"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("padding", [(0, 0), UNEQUAL])
+def test_planted_chains_of_a_batch_are_token_equal(kind: str, padding: tuple[int, ...]) -> None:
+    target, inputs = tiny_target(kind), padded(padding, 24)
+    expected = written(target.model, inputs, **SHORT)
+    got, stats = planted(target, inputs, expected, **SHORT)
+    assert torch.equal(got, expected)
+    assert stats.tokens_per_step > 1.6
+
+
+def test_drawn_tokens_of_rows_in_step_are_those_of_the_same_seed() -> None:
+    target, inputs = tiny_target("qwen3_next"), padded(UNEQUAL, 24)
+    drawn = SHORT | {"do_sample": True, "temperature": 1.3}
+    expected = written(target.model, inputs, **drawn)
+    got, stats = planted(target, inputs, expected, in_step=True, **drawn)
+    assert torch.equal(got, expected) and stats.tokens_per_step > 1.6
+
+
+def test_rows_that_end_leave_and_the_others_go_on() -> None:
+    target, inputs = tiny_target("falcon_h1"), padded(UNEQUAL, 24)
+    ends = SHORT | {
+        "eos_token_id": written(target.model, inputs, **SHORT)[[0, 1], [30, 40]].tolist()
+    }
+    expected = written(target.model, inputs, **ends)
+    assert (expected[:2, -1] == 0).all()
+    assert torch.equal(planted(target, inputs, expected, **ends)[0], expected)
+
+
+def test_a_single_padded_text() -> None:
+    target, inputs = tiny_target("lfm2"), padded((7,), 24)
+    expected = written(target.model, inputs, **SHORT)
+    assert torch.equal(planted(target, inputs, expected, **SHORT)[0], expected)
+
+
+def test_who_reads_without_drafts_lets_the_others_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a drafter allows; and a batch takes about as many steps as its rows alone."""
+    target, inputs, rates = tiny_target("lfm2"), padded((0, 0, 0, 0), 24), []
+    expected = written(target.model, inputs, max_new_tokens=64)
+    for most in (0, 4, 12):
+        monkeypatch.setattr(PlantedDrafter, "most_again", lambda *_, most=most: most)
+        got, stats = planted(target, inputs, expected, 0.6, max_new_tokens=64)
+        assert torch.equal(got, expected)
+        rates.append(stats.tokens_per_step)
+    assert rates[0] < rates[2]
+    alone = {name: tensor[:1] for name, tensor in inputs.items()}
+    _, stats = planted(target, alone, expected[:1], 0.6, max_new_tokens=64)
+    assert rates[2] > 0.8 * stats.tokens_per_step
+
+
+put_back, keep_paths = RecurrentCache.put_back, RecurrentCache.keep_paths
+
+
+def all_rows_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecurrentCache, "put_back", lambda cache, batch=None: put_back(cache))
+
+
+def no_single_row_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def only_all(cache: RecurrentCache, batch: Any = None) -> None:
+        if batch is None:
+            put_back(cache)
+
+    monkeypatch.setattr(RecurrentCache, "put_back", only_all)
+
+
+def another_row_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def others(cache: RecurrentCache, batch: Any = None) -> None:
+        put_back(cache, None if batch is None else [1 - b for b in batch])
+
+    monkeypatch.setattr(RecurrentCache, "put_back", others)
+
+
+OF_ROWS = (all_rows_put_back, no_single_row_put_back, another_row_put_back)
+
+
+@pytest.mark.parametrize("fault", OF_ROWS)
+def test_the_states_of_a_row_that_are_not_its_own_are_noticed(
+    fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative controls: in the text, and by the gate."""
+    target, inputs = tiny_target("qwen3_next"), padded((0, 3), 24)
+    expected = written(target.model, inputs, **SHORT)
+    check_batch(target, [0, 3])
+    fault(monkeypatch)
+    assert not torch.equal(planted(target, inputs, expected, **SHORT)[0], expected)
+    fresh = TargetModel(builder("qwen3_next")((0.15, 0.15)))
+    with pytest.raises(UnsupportedArchitecture, match="change each other in the recurrent state"):
+        check_batch(fresh, [0, 0])
+
+
+def test_padding_that_leaves_traces_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.lfm2 import modeling_lfm2
+
+    monkeypatch.setattr(modeling_lfm2, "apply_mask_to_padding_states", lambda states, mask: states)
+    target = TargetModel(builder("lfm2")((0.15, 0.15)))
+    check_batch(target, [0, 0])
+    with pytest.raises(
+        UnsupportedArchitecture, match="leaves traces in the recurrent state of lfm2"
+    ):
+        check_batch(target, [0, 3])
+
+
+def test_rows_that_are_compressed_together_are_refused_by_name() -> None:
+    target = tiny_target("deepseek_v4")
+    with pytest.raises(UnsupportedArchitecture, match="deepseek_v4 compresses tokens of all rows"):
+        check_batch(target, [0, 0])
