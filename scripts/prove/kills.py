@@ -118,7 +118,7 @@ class Record:
         inside = sum(kill["inside"] is not None for kill in self.kills)
         chains = [chain for chain in self.chains if chain["kills"]]
         equal = sum(not chain["faults"] for chain in chains)
-        control = sum(chain.get("differences", 0) for chain in self.chains)
+        control = [each["differences"] for each in self.chains if each["number"] == "control"]
         refused = sum(kill.get("refused", False) for kill in self.kills)
         dying = [kill["dying"] for kill in self.kills if kill["signal"] == "SIGTERM"]
         lines += [
@@ -127,7 +127,9 @@ class Record:
             f" {inside} of them within a write",
             f"{equal} of {len(chains)} chains ended bit for bit as an undisturbed run",
             f"{refused} kills left heads that are refused by their checksum until the next run",
-            f"the control differs in {control} things",
+            f"the control differs in {sum(control)} things"
+            if control
+            else "no control was run: it comes with all commands",
             f"longest end after SIGTERM: {max(dying, default=0.0):.1f} s",
             f"faults: {len(self.faults())}",
             *self.faults(),

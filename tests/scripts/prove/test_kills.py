@@ -54,7 +54,14 @@ def test_a_proof_goes_on_after_the_last_whole_line(tmp_path: Path) -> None:
     record.add({**chain, "faults": ["out/config.json differs"]})
     again = Record(tmp_path / "r")
     assert len(again.kills) == 2 and not again.holds()
-    assert "| convert | heads | 2 | 0 |" in again.summary() and "config.json" in again.summary()
+    told = again.summary()
+    assert "| convert | heads | 2 | 0 |" in told and "config.json" in told
+    assert "no control was run" in told
+    again.add(
+        {"number": "control", "command": "train-heads", "kills": [], "differences": 3}
+        | {"faults": []}
+    )
+    assert "the control differs in 3 things" in again.summary()
 
 
 def test_too_few_kills_within_a_write_prove_nothing(tmp_path: Path) -> None:
