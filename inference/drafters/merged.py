@@ -24,7 +24,7 @@ from medusa_heads.trees.dynamic_tree import (
     best_chain,
     best_first_tree,
 )
-from medusa_heads.trees.tree import TokenTree
+from medusa_heads.trees.tree import TokenTree, chain_shape
 
 if TYPE_CHECKING:
     from medusa_heads.inference.engine.device_state import DeviceState
@@ -121,7 +121,7 @@ class MergedTrees(Drafter):
         self._parts, self.num_nodes = list(parts), num_drafted + 1
         self.levels, self.sizes = num_drafted, sizes
         self._bushy = min(_BUSHY, num_drafted) if parts else num_drafted
-        self._chain_only = chain_only
+        self._chain = chain_shape(self.num_nodes) if chain_only else None
         self.reads_prompt = any(part.reads_prompt for part in parts)
         # Tokens of the text that were accepted, and that were drafted where they counted.
         self._counts: dict[Drawing, Tensor] = {}
@@ -148,9 +148,9 @@ class MergedTrees(Drafter):
             offers += [of(level, paths_BFJ, above_BF) for depth, of in guesses if level < depth]
             return merged(*(torch.cat(each, dim=-1) for each in zip(*offers, strict=True)))
 
+        if self._chain is not None:
+            return best_chain(state.roots_B, guess, self._chain)
         most = self.num_nodes - 1
-        if self._chain_only:
-            return best_chain(state.roots_B, guess, most)
         tail = Tail(found.tokens_BL, log_chances_BL)
         return best_first_tree(state.roots_B, guess, most, self._bushy, DYNAMIC_WIDTH, tail)
 

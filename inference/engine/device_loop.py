@@ -14,7 +14,6 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,7 +29,6 @@ from medusa_heads.inference.adapt.buckets import Buckets
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.device_recurrent import RecurrentDeviceState
 from medusa_heads.inference.engine.device_state import ENDS, DeviceState, Figures
-from medusa_heads.inference.engine.recurrent import RecurrentState, read_again
 from medusa_heads.inference.engine.rows import Ends
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
@@ -99,11 +97,8 @@ class DeviceLoop:
             state.memories.clear()  # copied by now, or to be made again
             buckets = self._buckets_of(drafter, on_device, rule)
         target.forget_hidden()
-        one_token: AbstractContextManager[None] = nullcontext()
-        if isinstance(cache, StaticRecurrentCache):
-            one_token = time_steps_of_one_token(target.model)
         try:
-            with stats.phase("step"), one_token:
+            with stats.phase("step"), time_steps_of_one_token(target.model):
                 reading = _Reading(on_device.figures)
                 while reading.goes_on(buckets):
                     size = None if buckets is None else buckets.next()
@@ -130,15 +125,14 @@ class DeviceLoop:
         self, target: CompiledTarget, drafter: Drafter, state: DecodingState, levels: int
     ) -> DeviceState:
         """What goes on from a text's state, as it did from earlier ones of its shape."""
-        cache, nodes = state.cache, drafter.num_nodes
+        cache, batch, nodes = state.cache, len(state.rows), drafter.num_nodes
         assert isinstance(cache, StaticRowCache)
-        states = self._states.setdefault(cache, {})
-        shape = levels, nodes, drafter.most_again(len(state.rows))
+        recurrent = isinstance(cache, StaticRecurrentCache)
+        again = drafter.most_again(batch) if recurrent and nodes > 1 else 0
+        states, shape = self._states.setdefault(cache, {}), (levels, nodes, again)
         if shape not in states:
-            if isinstance(cache, StaticRecurrentCache):
-                states[shape] = RecurrentDeviceState(state, *shape, target.vocab_size)
-            else:
-                states[shape] = DeviceState(state, *shape[:2], target.vocab_size)
+            like = state, levels, nodes, target.vocab_size
+            states[shape] = RecurrentDeviceState(*like, again) if recurrent else DeviceState(*like)
         return states[shape]
 
     def _take_step(
@@ -152,10 +146,7 @@ class DeviceLoop:
         if not target.compiles:
             _step(target, drafter, state, levels, size)
             return
-        comparing: AbstractContextManager[None] = nullcontext()
-        if isinstance(state, RecurrentDeviceState):
-            comparing = state.compared(target, drafter)
-        with comparing:
+        with state.compared(target, drafter):
             target.run(self._compiled, target, drafter, state, levels, size)
 
     def _buckets_of(
@@ -230,14 +221,6 @@ def _hand_over(on_device: DeviceState, state: DecodingState, stats: GenerationSt
     stats.accepted.update({accepted: count for accepted, count in enumerate(counts) if count})
 
 
-def _goes_on(target: CompiledTarget, drafter: Drafter, state: RecurrentState) -> bool:
-    """Whether its states go through a graph, drafts are chains, and there is room for a root behind
-    all that is read again at first."""
-    longest = max(map(len, read_again(state)))
-    room = drafter.num_nodes + drafter.most_again(len(state.rows)) - longest
-    return not target.loses_states and drafter.levels == drafter.num_nodes - 1 and room > 0
-
-
 # Which neither keep a target, nor a cache beyond a text.
 _loops: WeakKeyDictionary[TargetModel, DeviceLoop] = WeakKeyDictionary()
 
@@ -250,8 +233,8 @@ def device_loop(
     ends: Ends | None,
 ) -> Callable[[GenerationStats], None] | None:
     """What decodes this text in steps that are one graph; None where something in it needs the
-    host: a drafter that looks at tokens, processors that read the text, or what `ends` knows
-    nothing of."""
+    host: a drafter that looks at tokens, processors that read the text, a tree from a recurrent
+    state, or what `ends` knows nothing of."""
     if not isinstance(target, CompiledTarget) or not target.whole_steps or drafter.levels is None:
         return None
     if not isinstance(rule, SampleThenMatch) or not rule.draws_at_once:
@@ -260,7 +243,8 @@ def device_loop(
         return None
     if not state.rows:
         return None
-    if isinstance(state, RecurrentState) and not _goes_on(target, drafter, state):
+    chains = drafter.levels == drafter.num_nodes - 1
+    if isinstance(state.cache, StaticRecurrentCache) and (target.loses_states or not chains):
         return None
     if target not in _loops:
         _loops[target] = DeviceLoop(target)

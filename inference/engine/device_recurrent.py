@@ -23,7 +23,6 @@ from transformers import LogitsProcessorList
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.device_state import DeviceState, fixed_zeros
-from medusa_heads.inference.engine.recurrent import read_again
 from medusa_heads.inference.engine.rows import Ends
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.target.compiled import CompiledTarget, explicit_inputs
@@ -48,7 +47,7 @@ class RecurrentDeviceState(DeviceState):
     cache: StaticRecurrentCache
 
     def __init__(
-        self, like: DecodingState, levels: int, nodes: int, again: int, vocab_size: int
+        self, like: DecodingState, levels: int, nodes: int, vocab_size: int, again: int
     ) -> None:
         super().__init__(like, levels, nodes, vocab_size)
         device, batch = self.roots_B.device, len(self.roots_B)
@@ -61,15 +60,11 @@ class RecurrentDeviceState(DeviceState):
         self._compared: WeakKeyDictionary[Drafter, set[Any]] = WeakKeyDictionary()
 
     def begin(self, state: DecodingState, ends: Ends, processors: LogitsProcessorList) -> None:
+        assert isinstance(state.cache, StaticRecurrentCache)
+        state.cache.hold()
         super().begin(state, ends, processors)
-        device = self.roots_B.device
-        self.lengths_B.copy_(torch.tensor([row.length - 1 for row in state.rows], device=device))
-        self._held_B.copy_(torch.tensor(state.lengths, device=device))
-        for read_T, again in zip(self.read_BT, read_again(state), strict=True):
-            read_T[: len(again)] = torch.tensor(again, device=device)
+        self._held_B.copy_(self.lengths_B)  # the prompts were read to their ends
         self.kept_B.fill_(True)
-        self.cache.hold()
-        self.figures[3] = self.again_B.amax()
 
     @property
     def held_B(self) -> Tensor:
@@ -77,7 +72,7 @@ class RecurrentDeviceState(DeviceState):
 
     @property
     def again_B(self) -> Tensor:
-        return self.lengths_B - self.held_B
+        return (self.lengths_B - self.held_B).where(self.room_B > 0, 0)
 
     @property
     def most_B(self) -> Tensor:
@@ -126,17 +121,13 @@ class RecurrentDeviceState(DeviceState):
 
     @contextmanager
     def compared(self, target: CompiledTarget, drafter: Drafter) -> Iterator[None]:
-        """Within the block is a compiled step. Raises UnsupportedArchitecture: it is the first of
-        its graph, and leaves other states than the model's own forward."""
-        kinds_of = (len(self.cache.slots_N), self.drawing, *map(type, self.processors))
+        width = len(self.cache.slots_N)
+        graph = (width, self.drawing, *map(type, self.processors))
         compared = self._compared.setdefault(drafter, set())
-        if kinds_of in compared:
+        if graph in compared:
             yield
             return
-        compared.add(kinds_of)
-        self.cache.settle(self.kept_B)
-        before, held_B = [state.clone() for state in self.cache.states()], self.held_B.clone()
-        width = len(self.cache.slots_N)
+        before, held_B = self.cache.settled(self.kept_B), self.held_B.clone()
         mask = self.tree_mask(self._shapes[width].tree(self.read_BT[:, :width]))
         yield
         compiled = [state.clone() for state in self.cache.states()]
@@ -152,3 +143,4 @@ class RecurrentDeviceState(DeviceState):
                     "length where its steps are compiled",
                     "leave compile out",
                 )
+        compared.add(graph)

@@ -6,8 +6,9 @@ tree, X columns of hidden states, E tokens that end a row.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from medusa_heads.target.attention import TreeMask
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.static_cache import StaticRowCache
 from medusa_heads.trees.tree import TokenTree
+
+if TYPE_CHECKING:  # which read the state
+    from medusa_heads.inference.drafters.base import Drafter
 
 ENDS = 8  # tokens that may end a row, in one graph
 
@@ -228,6 +232,11 @@ class DeviceState(DecodingState):
         columns_A = torch.arange(nodes_BA.shape[1], device=nodes_BA.device)
         first, to_BA = self.lengths_B.amax(), self.lengths_B[:, None] + columns_A
         self.cache.move_rows((first + nodes_BA).where(taken_BA, to_BA), to_BA)
+
+    def compared(self, target: CompiledTarget, drafter: Drafter) -> AbstractContextManager[None]:
+        """For the block that is a compiled step. Raises UnsupportedArchitecture: it is the first of
+        its graph, and leaves other states than the model's own forward."""
+        return nullcontext()
 
     def end(self) -> list[int]:
         """The text is over: how many tokens of each row the cache holds."""

@@ -47,12 +47,17 @@ class RecurrentState(DecodingState):
         self._tokens = 0  # of each row in the last forward
         self._roots: list[int] = []  # where the roots stood there, counted from its end
 
+    def _front(self) -> list[list[int]]:
+        """What is committed and not in the states, by row, but for the next tree's root."""
+        each = zip(self.rows, self.lengths, strict=True)
+        return [[] if row.done else row.behind(length)[:-1] for row, length in each]
+
     @property
     def again(self) -> int:
-        return len(self.rows) * max(map(len, read_again(self)))
+        return len(self.rows) * max(map(len, self._front()))
 
     def draft(self, drafter: Drafter) -> TokenTree | None:
-        lengths, batch = [len(tokens) for tokens in read_again(self)], len(self.rows)
+        lengths, batch = [len(tokens) for tokens in self._front()], len(self.rows)
         longest = max(lengths)
         if batch not in self._most:
             self._most[batch] = drafter.most_again(batch)
@@ -69,7 +74,7 @@ class RecurrentState(DecodingState):
         return drafter.propose(self).leading_chains(self.room)
 
     def verify(self, target: TargetModel, tree: TokenTree) -> Tensor:
-        front = read_again(self)
+        front = self._front()
         longest, shortest = max(map(len, front)), min(map(len, front))
         each = zip(front, tree.chain_lengths(), strict=True)
         self._tokens = max(len(ids) + nodes for ids, nodes in each)
@@ -109,12 +114,6 @@ class RecurrentState(DecodingState):
         if self.cache.is_held:
             self.cache.put_back()
         self.cache.set_length(max(self.lengths))
-
-
-def read_again(state: DecodingState) -> list[list[int]]:
-    """What is committed and not in the states, by row, but for the next tree's root."""
-    each = zip(state.rows, state.lengths, strict=True)
-    return [[] if row.done else row.behind(length)[:-1] for row, length in each]
 
 
 def graph_sizes(drafter: Drafter, rows: int) -> list[int]:

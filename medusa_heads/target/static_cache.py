@@ -157,13 +157,19 @@ class StaticRecurrentCache(RecurrentCache, StaticRowCache):
         """What rows and states take."""
         return super().held_bytes + sum(state.nbytes for state in (*self.states(), *self._held))
 
+    def settled(self, kept_B: Tensor) -> list[Tensor]:
+        """The states as they are of the rows that are kept, as they were held of the others."""
+        return [
+            state.where(kept_B.view(-1, *[1] * (state.ndim - 1)), held)
+            for state, held in zip(self.states(), self._held, strict=True)
+        ]
+
     def settle(self, kept_B: Tensor) -> None:
-        """As a part of a graph: the states as they are of the rows that are kept, as they were held
-        of the others; and these are held."""
-        for state, held in zip(self.states(), self._held, strict=True):
-            settled = state.where(kept_B.view(-1, *[1] * (state.ndim - 1)), held)
-            held.copy_(settled)
-            state.copy_(settled)
+        """As a part of a graph: the states are these from now on, and held as such."""
+        settled = self.settled(kept_B)
+        for state, held, each in zip(self.states(), self._held, settled, strict=True):
+            held.copy_(each)
+            state.copy_(each)
 
     def make_layer(self, layer: Any) -> Any:
         made = super().make_layer(layer)

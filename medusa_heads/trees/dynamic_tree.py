@@ -15,7 +15,7 @@ from torch import Tensor
 
 from medusa_heads.heads import DraftHeads
 from medusa_heads.heads.base import After
-from medusa_heads.trees.tree import Ranked, TokenTree, chain_shape
+from medusa_heads.trees.tree import Ranked, TokenTree, TreeShape
 
 DYNAMIC_RANKS = 16  # candidates of each head that a dynamic tree chooses from
 DYNAMIC_SIZES = (3, 7, 11, 15, 23, 31, 47, 63)  # drafted nodes measured when heads are trained
@@ -172,16 +172,16 @@ def best_first_tree(
     )
 
 
-def best_chain(roots_B: Tensor, guess: Guess, num_drafted: int) -> TokenTree:
-    """The chain of so many nodes, each the likeliest behind those before it."""
+def best_chain(roots_B: Tensor, guess: Guess, shape: TreeShape) -> TokenTree:
+    """A chain of this shape, each node the likeliest behind those before it."""
     path_B1J, above_B1 = roots_B[:, None, None], torch.zeros_like(roots_B[:, None])
     log_probs = [torch.zeros_like(above_B1, dtype=torch.float)]
-    for level in range(num_drafted):
+    for level in range(shape.max_depth):
         tokens_B1R, log_probs_B1R = guess(level, path_B1J, above_B1)
         best_B11, place_B11 = log_probs_B1R.nan_to_num(nan=NEVER).max(dim=2, keepdim=True)
         path_B1J = torch.cat([path_B1J, tokens_B1R.gather(2, place_B11)], dim=2)
         log_probs.append(best_B11[:, 0])
-    return chain_shape(num_drafted + 1).tree(path_B1J[:, 0], torch.cat(log_probs, dim=1))
+    return shape.tree(path_B1J[:, 0], torch.cat(log_probs, dim=1))
 
 
 def _ancestors(above_BN: Tensor, max_depth: int) -> Tensor:

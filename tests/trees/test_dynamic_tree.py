@@ -21,7 +21,7 @@ from medusa_heads.trees.dynamic_tree import (
     best_first_tree,
     likeliest,
 )
-from medusa_heads.trees.tree import TokenTree
+from medusa_heads.trees.tree import TokenTree, chain_shape
 
 
 def random_heads(
@@ -138,7 +138,7 @@ def test_the_likeliest_nodes_have_their_parents(chances: list[float], nodes: int
 def test_a_chain_is_the_likeliest_path_of_its_length() -> None:
     tokens, log_probs = random_heads(3, 4, 5, seed=2)
     log_probs[1, 2, 0] = math.nan  # no number, so not the likeliest
-    chain = best_chain(torch.tensor([7, 8, 9]), independent(tokens, log_probs), 4)
+    chain = best_chain(torch.tensor([7, 8, 9]), independent(tokens, log_probs), chain_shape(5))
     best = log_probs.nan_to_num(nan=-math.inf).argmax(dim=-1, keepdim=True)
     assert chain.chain_lengths() == [5, 5, 5] and chain.tokens_BN[:, 0].tolist() == [7, 8, 9]
     assert torch.equal(chain.tokens_BN[:, 1:], tokens.gather(2, best)[..., 0])

@@ -113,7 +113,9 @@ def _part(
 def _rows_of_a_batch(rows: Dataset) -> int:
     """Each batch of a file takes kilobytes of every process that reads it, so few are better; but
     all rows of one are tokenised at once."""
-    return max(min(_BATCH * len(rows) // max(rows.data.nbytes, 1), _MOST_ROWS_OF_A_BATCH), 1)
+    return max(
+        min(_BATCH * rows.data.num_rows // max(rows.data.nbytes, 1), _MOST_ROWS_OF_A_BATCH), 1
+    )
 
 
 def _counted(function: Callable[..., Any], start: int, batch: Any, places: Sequence[int]) -> Any:

@@ -16,6 +16,7 @@ from medusa_heads.inference.engine.device_recurrent import RecurrentDeviceState
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.recurrent import RecurrentCache
 from medusa_heads.target.static_cache import StaticRecurrentCache
+from scripts.measure.host_waits import graphs_of, per_step, prompts
 from tests.inference.on_device import SAMPLING, PlantedOnDevice, text
 from tests.inference.padded import padded
 from tests.inference.recurrent import CHAIN, KINDS, prompt, repeating, tiny_target, written
@@ -27,22 +28,15 @@ BOTH = [2, 0, 4, 1, 3]
 NEW = 40
 
 
-class Counting:
-    """Runs graphs as they were traced, and counts them; or adds noise to what they compute."""
-
-    def __init__(self, wrong: float = 0.0) -> None:
-        self.graphs, self._wrong = 0, wrong
-
-    def __call__(self, graph: Any, _inputs: Any) -> Any:
-        self.graphs += 1
-        for node in graph.graph.find_nodes(op="call_function", target=torch.cat):
-            if self._wrong:
-                with graph.graph.inserting_after(node):
-                    wrong = graph.graph.call_function(torch.mul, (node, 1.0 + self._wrong))
-                node.replace_all_uses_with(wrong)
-                wrong.args = node, 1.0 + self._wrong  # which was replaced as well
-        graph.recompile()
-        return graph.forward
+def wrong(graph: Any, _inputs: Any) -> Any:
+    """A backend whose concatenations are not what was asked for."""
+    for node in graph.graph.find_nodes(op="call_function", target=torch.cat):
+        with graph.graph.inserting_after(node):
+            more = graph.graph.call_function(torch.mul, (node, 1.1))
+        node.replace_all_uses_with(more)
+        more.args = node, 1.1  # which was replaced as well
+    graph.recompile()
+    return graph.forward
 
 
 def medusa_of(target_kind: str, backend: Any = "eager", **config: Any) -> MedusaModel:
@@ -147,41 +141,77 @@ def test_chains_merged_of_the_text_and_heads(made: str) -> None:
         heads = new_heads(target, HeadsConfig(num_heads=2))
         model = MedusaModel(target, heads, tree=made, **options)
     assert isinstance(model.drafter, MergedTrees)
-    got = text(model, inputs, max_new_tokens=NEW)
+    got = written(model, inputs, max_new_tokens=NEW)
     assert torch.equal(got, written(target.model, inputs, max_new_tokens=NEW))
     assert model.last_stats.seconds["step"]
 
 
-def test_a_text_goes_on_from_what_was_read() -> None:
+@pytest.mark.parametrize("unread", [17, 19])
+def test_a_text_goes_on_from_what_was_read(unread: int) -> None:
     """Also with tokens that its states have not read yet."""
     medusa, inputs = medusa_of("lfm2"), prompt(12)
     whole = planted(medusa, inputs, [0])
     with medusa.target.uncompiled():  # type: ignore[attr-defined]
-        half = written(medusa, inputs, max_new_tokens=19, return_dict_in_generate=True)
+        half = written(medusa, inputs, max_new_tokens=unread, return_dict_in_generate=True)
         assert type(half.past_key_values) is RecurrentCache
         rest = {"input_ids": half.sequences, "attention_mask": torch.ones_like(half.sequences)}
-        options = {"max_new_tokens": NEW - 19, "past_key_values": half.past_key_values}
-        medusa.drafter.texts_BT = whole[:, 31:]  # type: ignore[attr-defined]
+        options = {"max_new_tokens": NEW - unread, "past_key_values": half.past_key_values}
+        medusa.drafter.texts_BT = whole[:, 12 + unread :]  # type: ignore[attr-defined]
         assert torch.equal(written(medusa, rest, **options), whole)
     assert medusa.last_stats.seconds["step"]
 
 
-def test_two_graphs_serve_every_text() -> None:
-    counting = Counting()
-    medusa = medusa_of("lfm2", counting)
-    for length in (12, 30):
-        inputs = prompt(length)
-        expected = written(medusa.target.model, inputs, max_new_tokens=NEW)
-        assert torch.equal(written(medusa, inputs, max_new_tokens=NEW), expected)
-        assert medusa.last_stats.seconds["step"]
-    assert counting.graphs == 2
+@pytest.mark.parametrize("options", [{"do_sample": False}, SAMPLING], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_host_waits_once_a_step_for_two_graphs(batch: int, options: dict[str, Any]) -> None:
+    medusa = medusa_of("lfm2")
+    with medusa.target.uncompiled():  # type: ignore[attr-defined]
+        asked = per_step(medusa, batch, NEW, **options)
+    assert asked == {"read": 1, "shape": 0, "built": 0, "copied": 0}
+    assert graphs_of(medusa, batch, NEW, **options) == (True, 2, 0)
+    again = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    medusa.generate(**prompts(medusa, batch), **options, max_new_tokens=NEW + 20)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == again
 
 
 def test_what_a_compiler_gets_wrong_is_refused_by_name() -> None:
-    medusa, inputs = medusa_of("lfm2", Counting(wrong=0.1)), prompt(12)
+    medusa, inputs = medusa_of("lfm2", wrong), prompt(12)
     planted(medusa, inputs, BOTH)
+    for _ in range(3):  # no later text trusts it
+        with pytest.raises(UnsupportedArchitecture, match="the states of lfm2 differ by"):
+            written(medusa, inputs, max_new_tokens=NEW)
+
+
+def test_states_that_a_graph_does_not_put_back_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settle = StaticRecurrentCache.settle
+
+    def on_the_host_alone(cache: StaticRecurrentCache, kept_B: Tensor) -> None:
+        if not torch.compiler.is_compiling():
+            settle(cache, kept_B)
+
+    monkeypatch.setattr(StaticRecurrentCache, "settle", on_the_host_alone)
+    medusa, inputs = medusa_of("lfm2"), prompt(12)
+    planted(medusa, inputs, [0])
     with pytest.raises(UnsupportedArchitecture, match="the states of lfm2 differ by"):
         written(medusa, inputs, max_new_tokens=NEW)
+
+
+def test_a_row_that_has_ended_has_nothing_to_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    medusa, inputs = medusa_of("lfm2"), padded([0, 3], 12)
+    whole = planted(medusa, inputs, [4])
+    widths, width = [], RecurrentDeviceState.width
+
+    def noted(state: RecurrentDeviceState, *given: Any) -> int:
+        widths.append(width(state, *given))
+        return widths[-1]
+
+    monkeypatch.setattr(RecurrentDeviceState, "width", noted)
+    ends: dict[str, Any] = {"eos_token_id": int(whole[0, 14])}
+    expected = written(medusa.target.model, inputs, max_new_tokens=NEW, **ends)
+    assert torch.equal(text(medusa, inputs, max_new_tokens=NEW, **ends), expected)
+    assert len(widths) > 5 and set(widths) == {5}
 
 
 @pytest.mark.slow

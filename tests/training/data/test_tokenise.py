@@ -180,7 +180,7 @@ def test_rows_of_tokens_keep_the_document_that_they_name(max_length: int) -> Non
 def test_few_rows_are_tokenised_at_once_where_they_are_long(tokenizer: Any, tmp_path: Path) -> None:
     def batches(text: str, count: int) -> int:
         corpus = as_corpus(Dataset.from_dict({"text": [text] * count}), "corpus")
-        tokeniser = Tokeniser(corpus.format, tokenizer, 10)
+        tokeniser = Tokeniser(corpus.format, tokenizer, 1 << 20)
         folder = tmp_path / f"{count}"
         folder.mkdir()
         return len(tokenise(corpus, tokeniser, folder=folder).rows.data.to_batches())
