@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +21,10 @@ _CHARACTERS_AT_ONCE = 1 << 20  # of texts whose encodings are in memory together
 # token, which tokenizers leaves out.
 _NOT_READ = (ValueError, RuntimeError)
 _COMPARED = 256  # texts of which both libraries must give the same tokens
+# Characters from which on fastokens may encode a text by a pool of threads (it does from 64 KiB
+# on), for which a fork of the process that has the pool would wait for ever.
+_BY_THREADS = 1 << 14
+_has_threads: int | None = None  # the last process that had a text encoded so
 # Where tokenizers part: cases and accents, runs of white space, digits, joined characters, and
 # scripts without spaces.
 _HARD = (
@@ -133,7 +138,8 @@ class Encoder:
         step = -(-len(texts) // _COMPARED)
         added = (token.content for token in self.tokenizer.added_tokens_decoder.values())
         hard = [*_HARD, *(f"x{token} x\n{token}\n{token}x {token}" for token in added)]
-        for part in _in_parts([*hard, *texts[::step]]):
+        beginnings = [text[: _BY_THREADS - 1] for text in texts[::step]]  # no pool, before forks
+        for part in _in_parts([*hard, *beginnings]):
             for with_special in (True, False):
                 usual = self._usual(part, with_special)
                 try:
@@ -156,6 +162,11 @@ class Encoder:
         return Ragged.of(found["input_ids"])
 
     def _quick_or_usual(self, texts: list[str], special: bool) -> Ragged:
+        global _has_threads
+        if max(map(len, texts)) >= _BY_THREADS:
+            if _has_threads not in (None, os.getpid()):  # a fork of that, which has none
+                return self._usual(texts, special)
+            _has_threads = os.getpid()
         try:
             return self._quick(texts, special)
         except _NOT_READ:

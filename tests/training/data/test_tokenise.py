@@ -37,7 +37,6 @@ def test_documents_end_with_the_end_token_and_are_cut_into_rows(tokenizer: Any) 
     assert rows["document"][:] == [0] * len(blocks) + [1] and cut == [0, 0]
 
 
-@pytest.mark.slow
 def test_processes_that_are_forked_behind_a_pool_of_threads_make_the_same_tokens() -> None:
     """Of texts that one call encodes by many threads, which no fork has."""
     pytest.importorskip("fastokens")
