@@ -12,6 +12,7 @@ from medusa_heads import HeadsConfig, MedusaModel, TrainingFreeModel, new_heads
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.merged import MergedTrees
+from medusa_heads.inference.engine import device_loop
 from medusa_heads.inference.engine.device_recurrent import RecurrentDeviceState
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.recurrent import RecurrentCache
@@ -198,9 +199,8 @@ def test_states_that_a_graph_does_not_put_back_are_noticed(
         written(medusa, inputs, max_new_tokens=NEW)
 
 
-def test_a_row_that_has_ended_has_nothing_to_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    medusa, inputs = medusa_of("lfm2"), padded([0, 3], 12)
-    whole = planted(medusa, inputs, [4])
+def widths_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Comes to hold how many tokens each step reads."""
     widths, width = [], RecurrentDeviceState.width
 
     def noted(state: RecurrentDeviceState, *given: Any) -> int:
@@ -208,10 +208,26 @@ def test_a_row_that_has_ended_has_nothing_to_read_again(monkeypatch: pytest.Monk
         return widths[-1]
 
     monkeypatch.setattr(RecurrentDeviceState, "width", noted)
+    return widths
+
+
+def test_a_row_that_has_ended_has_nothing_to_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    medusa, inputs, widths = medusa_of("lfm2"), padded([0, 3], 12), widths_of(monkeypatch)
+    whole = planted(medusa, inputs, [4])
     ends: dict[str, Any] = {"eos_token_id": int(whole[0, 14])}
     expected = written(medusa.target.model, inputs, max_new_tokens=NEW, **ends)
     assert torch.equal(text(medusa, inputs, max_new_tokens=NEW, **ends), expected)
     assert len(widths) > 5 and set(widths) == {5}
+
+
+@pytest.mark.parametrize("truth", [[4], BOTH], ids=["right", "both"])
+def test_figures_that_come_late(truth: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All steps then have room for what may have to be read again."""
+    medusa, inputs, widths = medusa_of("lfm2"), padded([0, 3], 12), widths_of(monkeypatch)
+    monkeypatch.setattr(device_loop, "_READ_LATE", {"cpu"})
+    expected = planted(medusa, inputs, truth)
+    assert torch.equal(text(medusa, inputs, max_new_tokens=NEW), expected)
+    assert set(widths) == {17} and medusa.last_stats.tokens_per_step > 2
 
 
 @pytest.mark.slow
