@@ -44,7 +44,7 @@ class Beginning:
     Attributes:
         state: where the rows stand.
         rule: which of their drafts are kept.
-        in_whole_steps: whether rows of the target go by their own positions, not by cache slots.
+        in_whole_steps: whether steps may be taken whole: not where the target goes by cache slots.
         ends: the tokens that end a text; None where other things do.
         slots: that the text may come to need in the cache.
         recorder: of scores and logits, where they were asked for.

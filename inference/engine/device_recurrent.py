@@ -1,10 +1,11 @@
-"""The same on the device for a target with a recurrent state, which cannot drop what it has read.
+"""Where decoding stands, on the device, where the target has a recurrent state, which cannot drop
+what it has read.
 
-Each step reads equally many tokens of every row: what the states have not read yet of its text, its
-root, and of its chain of drafts as much as there is room for. Where all of them are accepted the
-states stand behind them. Else the next step begins with the states put back, and with one more step
-the text that is read again in front of its drafts grows. It never comes to leave no room for a
-root, since a row without any drafts has nothing that could be refused.
+Each step reads equally many tokens of every row: first what the states have not read yet of its
+text, then its root, then of its chain of drafts as much as there is room for. Where all of them are
+accepted the states stand behind them. Else the next step puts the states back, and reads what was
+accepted again, in front of its drafts. What is read again grows so, and the chain gets shorter; but
+a root always has room, since a row without drafts has nothing that could be refused.
 
 Shapes: B rows, N nodes of chains, T tokens that are read of each row, X columns of hidden states.
 """
