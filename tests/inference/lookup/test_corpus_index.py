@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
@@ -21,10 +22,12 @@ TOKENS = st.lists(st.integers(0, 2), max_size=40)
 
 
 @given(st.lists(TOKENS, min_size=1, max_size=4), TOKENS, st.integers(0, 5))
+@example([[0] * 18], [0], 1)
 def test_finds_what_a_search_finds(documents: list[list[int]], text: list[int], most: int) -> None:
     if all(len(document) < 2 for document in documents):
         return
-    found = CorpusIndex.build(documents).continuation(text, most)
+    with patch.object(corpus_index, "_NEIGHBOURS", 4 * 40):  # all that match are counted
+        found = CorpusIndex.build(documents).continuation(text, most)
     longest = next(
         (n for n in range(min(len(text), LONGEST), 0, -1) if behind(documents, text[-n:])), 0
     )
