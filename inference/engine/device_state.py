@@ -234,8 +234,8 @@ class DeviceState(DecodingState):
         self.cache.move_rows((first + nodes_BA).where(taken_BA, to_BA), to_BA)
 
     def compared(self, target: CompiledTarget, drafter: Drafter) -> AbstractContextManager[None]:
-        """For the block that is a compiled step. Raises UnsupportedArchitecture: it is the first of
-        its graph, and leaves other states than the model's own forward."""
+        """For the block that is a compiled step. Raises UnsupportedArchitecture: it is one of the
+        first of its graph, and leaves other states than the model's own forward."""
         return nullcontext()
 
     def end(self) -> list[int]:

@@ -132,6 +132,7 @@ class Encoder:
             self._fast = _fast_tokenizer(self.tokenizer)
         if self.is_fast is None:
             self.is_fast = self._fast is not None and self._agree(texts)
+            return self._usual  # by no pool, which processes that are forked next would not have
         return self._quick_or_usual if self.is_fast else self._usual
 
     def _agree(self, texts: Sequence[str]) -> bool:

@@ -157,6 +157,11 @@ class StaticRecurrentCache(RecurrentCache, StaticRowCache):
         """What rows and states take."""
         return super().held_bytes + sum(state.nbytes for state in (*self.states(), *self._held))
 
+    @property
+    def held(self) -> list[Tensor]:
+        """The states as they were held."""
+        return self._held
+
     def settled(self, kept_B: Tensor) -> list[Tensor]:
         """The states as they are of the rows that are kept, as they were held of the others."""
         return [

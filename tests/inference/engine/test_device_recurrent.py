@@ -183,18 +183,26 @@ def test_what_a_compiler_gets_wrong_is_refused_by_name() -> None:
             written(medusa, inputs, max_new_tokens=NEW)
 
 
-def test_states_that_a_graph_does_not_put_back_are_noticed(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("late", [set(), {"cpu"}], ids=["at once", "late"])
+@pytest.mark.parametrize("part", ["neither", "held", "state"])
+def test_states_that_a_graph_does_not_settle_are_noticed(
+    part: str, late: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settle = StaticRecurrentCache.settle
 
-    def on_the_host_alone(cache: StaticRecurrentCache, kept_B: Tensor) -> None:
+    def in_part(cache: StaticRecurrentCache, kept_B: Tensor) -> None:
         if not torch.compiler.is_compiling():
             settle(cache, kept_B)
+        elif part != "neither":
+            settled = cache.settled(kept_B)
+            into = cache.held if part == "held" else cache.states()
+            for of_cache, each in zip(into, settled, strict=True):
+                of_cache.copy_(each)
 
-    monkeypatch.setattr(StaticRecurrentCache, "settle", on_the_host_alone)
+    monkeypatch.setattr(StaticRecurrentCache, "settle", in_part)
+    monkeypatch.setattr(device_loop, "_READ_LATE", late)
     medusa, inputs = medusa_of("lfm2"), prompt(12)
-    planted(medusa, inputs, [0])
+    planted(medusa, inputs, BOTH)
     with pytest.raises(UnsupportedArchitecture, match="the states of lfm2 differ by"):
         written(medusa, inputs, max_new_tokens=NEW)
 

@@ -1,11 +1,13 @@
 """Rows of tokens from documents, completions and conversations."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import Dataset, Features, List, Value
 
+from medusa_heads.data import encoding
 from medusa_heads.data.chat import ChatTemplate
 from medusa_heads.data.sources import as_corpus
 from medusa_heads.training.data.tokenise import document_numbers, tokenise
@@ -50,6 +52,20 @@ def test_processes_that_are_forked_behind_a_pool_of_threads_make_the_same_tokens
         assert tokeniser._encoder is not None and tokeniser._encoder.is_fast
         made.append([rows[name][:] for name in ("input_ids", "document")])
     assert made[0] == made[1] and len(made[0][0]) > 800
+
+
+def test_the_library_is_chosen_without_threads_that_forks_would_miss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("fastokens")
+    monkeypatch.setattr(encoding, "_has_threads", None)
+    corpus = as_corpus(Dataset.from_dict({"text": ["x = y\n" * 5000] * 3}), "corpus")
+    tokeniser = Tokeniser(corpus.format, templates.chat_tokenizer(), 512)
+    tokeniser.settle(corpus.rows[:2])
+    assert tokeniser._encoder is not None and tokeniser._encoder.is_fast
+    assert encoding._has_threads is None
+    tokenise(corpus, tokeniser)
+    assert encoding._has_threads == os.getpid()
 
 
 def test_a_document_that_ends_already_gets_no_second_end(tokenizer: Any) -> None:
