@@ -140,7 +140,12 @@ class RecurrentDeviceState(DeviceState):
             right.copy_(each)
             other.fill_(1.0)
         mask = self.tree_mask(self._shapes[width].tree(self.read_BT[:, :width]))
-        yield
+        try:
+            yield
+        except UnsupportedArchitecture:  # the step is no graph, and was not taken
+            torch._foreach_copy_(self.cache.states(), before)
+            torch._foreach_copy_(self.cache.held, before)
+            raise
         compiled = [state.clone() for state in self.cache.states()]
         torch._foreach_copy_(self.cache.states(), before)
         inputs = explicit_inputs(target, self.read_BT[:, :width], self.cache, mask)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads import HeadsConfig, MedusaModel, TrainingFreeModel, new_heads
-from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.errors import MedusaWarning, UnsupportedArchitecture
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.merged import MergedTrees
 from medusa_heads.inference.engine import device_loop
@@ -205,6 +205,23 @@ def test_states_that_a_graph_does_not_settle_are_noticed(
     planted(medusa, inputs, BOTH)
     with pytest.raises(UnsupportedArchitecture, match="the states of lfm2 differ by"):
         written(medusa, inputs, max_new_tokens=NEW)
+
+
+def test_a_step_that_is_no_graph_leaves_the_states_to_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = RecurrentDeviceState.read
+
+    def broken(state: RecurrentDeviceState, *given: Any) -> Any:
+        torch._dynamo.graph_break()
+        return read(state, *given)
+
+    medusa, inputs = medusa_of("lfm2"), prompt(12)
+    expected = planted(medusa, inputs, BOTH)
+    monkeypatch.setattr(RecurrentDeviceState, "read", broken)
+    with pytest.warns(MedusaWarning, match="the whole is no graph"):
+        assert torch.equal(written(medusa, inputs, max_new_tokens=NEW), expected)
+    assert "step" not in medusa.last_stats.seconds
 
 
 def widths_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
