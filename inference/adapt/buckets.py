@@ -33,11 +33,11 @@ class Buckets:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = sorted(set(sizes))
-        self._groups = {size: group for group, size in enumerate(self._sizes)}
         self._trials = self._sizes * (_MAKING + _TIMED)
         self._seconds: dict[int, list[float]] = {size: [] for size in self._sizes}
         self._evidence = Evidence([1.0] * len(self._sizes), weight=_WEIGHT, memory=_MEMORY)
         self._expected = [0.0] * len(self._sizes)
+        self._believed: dict[int, float] = dict.fromkeys(self._sizes, 0.0)  # accepted tokens
         self._clock: Clock | None = None
         self._budget: Budget | None = None
 
@@ -47,8 +47,7 @@ class Buckets:
             # A text may have ended before the last trials were read, or begun.
             self._trials = self._trials or [n for n in self._sizes if not self._timed(n)]
             return self._trials.pop()
-        believed = dict(zip(self._sizes, self._believed(), strict=True))
-        return self._budget.best(believed, self._sizes[-1])[0]
+        return self._budget.best(self._believed, self._sizes[-1])[0]
 
     def learn(self, size: int, accepted: float, expected: Sequence[float], seconds: float) -> None:
         """A step with so many drafted nodes has ended.
@@ -58,16 +57,17 @@ class Buckets:
             expected: of a mean row, had 0, 1, 2, .. of its likeliest nodes been verified.
             seconds: that it took, drafting included.
         """
+        drafts = []
         for group, other in enumerate(self._sizes):
             known, new = self._expected[group], min(expected[other], float(other))
             self._expected[group] = new + _RECENT * (known - new)
-            if other == size:
-                self._evidence.learn(group, accepted, new)
-            else:
-                self._evidence.learn(group, _RETURN, _RETURN)
+            drafts.append((group, accepted, new) if other == size else (group, _RETURN, _RETURN))
+        self._evidence.learn_all(drafts)
+        for group, other in enumerate(self._sizes):
+            self._believed[other] = self._evidence.rate(group) * self._expected[group]
         if self._clock is not None and self._budget is not None:
             self._clock.learn(size + 1, seconds)
-            self._budget.learn(1.0 + self._believed()[self._groups[size]], seconds)
+            self._budget.learn(1.0 + self._believed[size], seconds)
             return
         self._seconds[size].append(seconds)
         if all(map(self._timed, self._sizes)):
@@ -77,9 +77,3 @@ class Buckets:
 
     def _timed(self, size: int) -> bool:
         return len(self._seconds[size]) >= _MAKING + _TIMED
-
-    def _believed(self) -> list[float]:
-        """Accepted tokens by size."""
-        return [
-            self._evidence.rate(group) * expected for group, expected in enumerate(self._expected)
-        ]

@@ -104,7 +104,7 @@ class Eagle3TextOnDevice(MemoryOnDevice):
             visible_BS[:, None],
             drafts,
         )
-        self._lengths_B += state.fresh_B
+        self._lengths_B.add_(state.fresh_B)
         return Branches(heads, drafts, out_B1D[:, 0], ends_B1[:, 0], visible_BS)
 
 

@@ -130,6 +130,6 @@ class PrefixMemoryOnDevice(MemoryOnDevice):
         x_B1D, positions_B1 = x_BPD[batch_B1, last_B1], lengths_B1 + last_B1
         visible_B1S = (torch.arange(capacity, device=device) <= positions_B1)[:, None]
         out_B1O = layer.look(x_B1D, positions_B1, capacity, self._held_GBASE, visible_B1S)
-        self._lengths_B += state.fresh_B
+        self._lengths_B.add_(state.fresh_B)
         encoded_BO: Tensor = out_B1O[:, 0]
         return encoded_BO

@@ -33,6 +33,7 @@ from medusa_heads.inference.engine.rows import Ends
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.graphs import noted
 from medusa_heads.target.recurrent import time_steps_of_one_token
 from medusa_heads.target.static_cache import StaticRecurrentCache, StaticRowCache
 from medusa_heads.target.target import TargetModel
@@ -99,14 +100,15 @@ class DeviceLoop:
         target.forget_hidden()
         try:
             with stats.phase("step"), time_steps_of_one_token(target.model):
-                reading = _Reading(on_device.figures)
+                reading = Reading(on_device.figures)
+                again: dict[Any, Callable[[], object] | None] = {}
                 while reading.goes_on(buckets):
                     size = None if buckets is None else buckets.next()
                     reading.sizes.append(size)
                     nodes = drafter.num_nodes if size is None else size + 1
                     width = on_device.width(nodes, reading.again)
                     with cache.tree_slots(None, width, on_device.roots_B.device):
-                        self._take_step(target, drafter, on_device, levels, size)
+                        self._take_step(target, drafter, on_device, levels, size, again)
                 state.lengths = on_device.end()
         except UnsupportedArchitecture as error:
             if int(on_device.forwards):  # what a step has done is wrong
@@ -142,12 +144,20 @@ class DeviceLoop:
         state: DeviceState,
         levels: int,
         size: int | None,
+        again: dict[Any, Callable[[], object] | None],
     ) -> None:
         if not target.compiles:
             _step(target, drafter, state, levels, size)
             return
+        graph = size, len(state.cache.slots_N)
         with state.compared(target, drafter):
-            target.run(self._compiled, target, drafter, state, levels, size)
+            if (step := again.get(graph)) is not None:
+                target.begin_step()
+                step()
+                return
+            with noted() as calls:
+                target.run(self._compiled, target, drafter, state, levels, size)
+            again[graph] = calls[0].whole() if len(calls) == 1 else None
 
     def _buckets_of(
         self, drafter: Drafter, state: DeviceState, rule: SampleThenMatch
@@ -162,7 +172,7 @@ class DeviceLoop:
         return known[key]
 
 
-class _Reading:
+class Reading:
     """The figures of steps, those of the last one, or on some devices of the one before it.
 
     Attributes:

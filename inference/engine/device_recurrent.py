@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from medusa_heads.agreement import TOLERANCE, is_half
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.device_state import DeviceState, fixed_zeros
 from medusa_heads.inference.engine.rows import Ends
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.target.compiled import CompiledTarget, explicit_inputs
-from medusa_heads.target.numbers import TOLERANCE, is_half
 from medusa_heads.target.static_cache import StaticRecurrentCache
 from medusa_heads.trees.tree import TokenTree, chain_shape
 
@@ -110,7 +110,7 @@ class RecurrentDeviceState(DeviceState):
         width = len(self.cache.slots_N)
         self.kept_B.copy_(self.again_B + taken_BA.sum(dim=1) == width)
         self._move_rows(self.held_B, self.kept_B)
-        self._held_B += width * self.kept_B
+        self._held_B.add_(width * self.kept_B)
 
     def _move_rows(self, held_B: Tensor, kept_B: Tensor) -> None:
         """What attention keeps of tokens that were read and are kept, to its row's own text."""

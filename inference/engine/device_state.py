@@ -201,8 +201,8 @@ class DeviceState(DecodingState):
         count_B1 = taken_BA.sum(dim=1, keepdim=True)
         place_BA = (written_B1 + columns_A).where(taken_BA, self._capacity)
         self.out_BT.scatter_(1, place_BA, tokens_BA)
-        self.steps_A += (columns_A == count_B1 - 1).sum(dim=0)
-        self.forwards += (count_B1 > 0).any()
+        self.steps_A.add_((columns_A == count_B1 - 1).sum(dim=0))
+        self.forwards.add_((count_B1 > 0).any())
 
         self._keep(nodes_BA, taken_BA)
         last_B1 = (count_B1 - 1).clamp_min(0)
@@ -216,8 +216,8 @@ class DeviceState(DecodingState):
         self.fresh_BPX.copy_(hidden_BNX.gather(1, nodes_BPX))
         self.following_BP.copy_(tokens_BA.clamp_min(0))
         self.fresh_B.copy_(count_B1[:, 0])
-        self.lengths_B += count_B1[:, 0]
-        self.written_B += count_B1[:, 0]
+        self.lengths_B.add_(count_B1[:, 0])
+        self.written_B.add_(count_B1[:, 0])
         self.room_B.copy_((room_B1 - count_B1).where(~(ends_BA & taken_BA).any(1, True), 0)[:, 0])
         moved_B = moves_B1[:, 0]
         told = [(self.room_B > 0).sum(), moved_B.sum(), count_B1.sum(), self.again_B.amax()]

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from transformers import StoppingCriteriaList
 
+from medusa_heads.agreement import TOLERANCE, is_half, relative_error
 from medusa_heads.config import RankPath
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.engine.recurrent import decoding_state
 from medusa_heads.inference.engine.rows import Row, StopCheck
-from medusa_heads.target.numbers import TOLERANCE, is_half, relative_error
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TreeShape
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
+from medusa_heads.agreement import relative_error
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.engine.probe import Probe, Prober, Trial
 from medusa_heads.inference.engine.recurrent import RecurrentState, decoding_state
 from medusa_heads.inference.engine.rows import Row, StopCheck
-from medusa_heads.target.numbers import relative_error
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree, chain_shape
 

@@ -89,7 +89,8 @@ class LateCompiling:
             self._drafts_like = drafter
         graph = _graph(state, slots)
         if graph not in self._compiled:
-            self._compile(*self._pair, state, slots)
+            with self._pair[0].capture_hidden():  # as texts are read, or it is another graph
+                self._compile(*self._pair, state, slots)
             self._compiled.add(graph)
         return self._pair if self._pays(drafter) else None
 

@@ -9,7 +9,6 @@ Shapes: B batch, N tree nodes, C capacity in slots, H key-value heads, X head di
 
 from __future__ import annotations
 
-import gc
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,13 +16,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from medusa_heads.agreement import TOLERANCE, is_half, relative_error
 from medusa_heads.errors import MedusaWarning, UnsupportedArchitecture, first_line
 from medusa_heads.target.attention import TreeMask, compiled_tree_attention, explicit_masks
 from medusa_heads.target.cache import RowCache
-from medusa_heads.target.features import Read, check_layers, watch
-from medusa_heads.target.numbers import TOLERANCE, is_half, relative_error
+from medusa_heads.target.features import Captured, Read, check_layers, watch
+from medusa_heads.target.graphs import NotingBackend, look, no_graph, noted, nothing_collected
 from medusa_heads.target.recurrent import is_recurrent
 from medusa_heads.target.scans import has_scans
 from medusa_heads.target.static_cache import StaticRecurrentCache, StaticRowCache
@@ -38,33 +38,6 @@ _CAPACITY_STEP = 512  # capacities are rounded up, so that few of them, and few 
 # What caches of other shapes than the last one may hold together. Each belongs to a graph that
 # would have to be compiled anew.
 _BYTES_KEPT = 2 << 30
-
-
-def _no_graph() -> tuple[type[Exception], ...]:
-    """What is said of a function that is not one graph, or has come to too many."""
-    told = torch._dynamo.exc  # heavy to import
-    return told.Unsupported, told.UserError, told.FailOnRecompileLimitHit
-
-
-class _Captured:
-    """What the lm_head read last, and what came out of layers, within a block that asks for it."""
-
-    def __init__(self) -> None:
-        self.wanted = False
-        self.hidden: list[Tensor] = []
-        self.outputs: dict[int, Any] = {}
-
-    def take(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self.wanted:
-            self.hidden[:] = [args[0]]
-
-    def keep(self, layer: int, output: Any) -> None:
-        if self.wanted:
-            self.outputs[layer] = output
-
-    def clear(self) -> None:
-        self.hidden.clear()
-        self.outputs.clear()
 
 
 class CompiledTarget(TargetModel):
@@ -90,10 +63,13 @@ class CompiledTarget(TargetModel):
         check_layers(model, features)
         self.features, self._backend = features, backend
         self.whole_steps = whole_steps
+        self._replayed = self.device.type == "cuda" and backend == "inductor"  # its CUDA graphs
         self._views: dict[tuple[int, ...], CompiledTarget] = {}
         self._caches: dict[tuple[int, int], StaticRowCache] = {}
         self._compared: set[tuple[int | None, ...]] = set()  # graphs: rows, tokens, capacity
-        self._captured = _Captured()
+        self._captured = Captured()
+        # Within a text, what has been read before: through graphs, of which shapes.
+        self._calls: dict[Any, Callable[[list[Tensor]], list[Tensor]]] | None = None
         # Hooks for all texts: registering them anew for each would invalidate the graph.
         for hook in (
             *watch(model, features, self._captured.keep),
@@ -104,25 +80,28 @@ class CompiledTarget(TargetModel):
 
     def in_one_graph(self, function: Callable[..., Made]) -> Callable[..., Made]:
         """The function, compiled; to be called by `run`."""
-        # CUDA graphs are Inductor's.
-        replayed = self.device.type == "cuda" and self._backend == "inductor"
-        mode = "reduce-overhead" if replayed else None
+        backend = NotingBackend(self._backend, "reduce-overhead" if self._replayed else None)
         compiled: Callable[..., Made] = torch.compile(
-            function, fullgraph=True, dynamic=False, backend=self._backend, mode=mode
+            function, fullgraph=True, dynamic=False, backend=backend
         )
         return compiled
+
+    def begin_step(self) -> None:
+        """What graphs of the step before put out is not looked at any more."""
+        if self._replayed:
+            torch.compiler.cudagraph_mark_step_begin()
 
     def run(self, compiled: Callable[..., Made], *args: Any, **kwargs: Any) -> Made:
         """Call what `in_one_graph` made; where no compiler works here, the function as it is, from
         then on. Raises UnsupportedArchitecture: it is not one graph."""
-        if self.device.type == "cuda":
-            torch.compiler.cudagraph_mark_step_begin()
-        # Batch sizes, capacities and tree sizes are graphs of their own, and all wanted.
-        many = torch._dynamo.config.patch(recompile_limit=256)
-        with _nothing_collected(), compiled_tree_attention():
+        self.begin_step()
+        # Batch sizes, capacities and tree sizes are graphs of their own, and all wanted; so are
+        # those with other hooks, which may belong to heads that are gone.
+        many = torch._dynamo.config.patch(recompile_limit=256, skip_nnmodule_hook_guards=False)
+        with nothing_collected(), compiled_tree_attention():
             try:
                 made: Made = many(compiled)(*args, **kwargs)
-            except _no_graph() as error:
+            except no_graph() as error:
                 reason = " ".join(str(error).split())[:160]
                 whole = "" if compiled is self._compiled else "a step of "
                 raise UnsupportedArchitecture(
@@ -176,11 +155,11 @@ class CompiledTarget(TargetModel):
             # read those of several steps at once.
             return read.wide() if self.features else read.hidden_BTD.clone()
 
-        wanted, captured.wanted = captured.wanted, True
+        before, captured.wanted, self._calls = (captured.wanted, self._calls), True, {}
         try:
             yield wide
         finally:
-            captured.wanted = wanted
+            captured.wanted, self._calls = before
             captured.clear()
 
     @staticmethod
@@ -248,10 +227,29 @@ class CompiledTarget(TargetModel):
                 "leave compile out",
             )
         nodes, first = tokens_BN.shape[1], mask.first_on_host
+        inputs = explicit_inputs(self, tokens_BN, cache, mask)
         with cache.tree_slots(first, nodes, tokens_BN.device):
-            logits_BNV: Tensor = self.run(
-                self._forward, **explicit_inputs(self, tokens_BN, cache, mask)
-            ).logits
+            if self._calls is None or not self.compiles:
+                logits_BNV: Tensor = self.run(self._forward, **inputs).logits
+                return logits_BNV
+            return self._run_within_text(self._calls, inputs)
+
+    def _run_within_text(self, calls: dict[Any, Any], inputs: dict[str, Any]) -> Tensor:
+        masks, captured = inputs["attention_mask"], self._captured
+        masks = masks if isinstance(masks, dict) else {"": masks}
+        given = [inputs["input_ids"], inputs["position_ids"]]
+        given += {id(each): each for each in masks.values()}.values()
+        key = inputs["past_key_values"], *map(look, given)
+        if (call := calls.get(key)) is not None:
+            self.begin_step()
+            logits_BNV, *read = call(given)
+            captured.put(self.features, read)
+            return logits_BNV
+        with noted() as made:
+            logits_BNV = self.run(self._forward, **inputs).logits
+        if len(made) == 1:
+            results = [logits_BNV, *captured.tensors(self.features)]
+            calls[key] = made[0].between(given, results)
         return logits_BNV
 
     def forget_hidden(self) -> None:
@@ -281,16 +279,3 @@ def explicit_inputs(
         "past_key_values": cache,
         "use_cache": True,
     }
-
-
-@contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """Within the block no garbage is collected: another target of this model would take its hooks
-    along in the middle of what is traced, to which they belong."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

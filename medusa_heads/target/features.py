@@ -91,6 +91,36 @@ class Read(NamedTuple):
         return torch.cat([*parts, self.hidden_BTD], dim=-1)
 
 
+class Captured:
+    """What the lm_head read last, and what came out of layers, within a block that asks for it."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self.hidden: list[Tensor] = []
+        self.outputs: dict[int, Any] = {}
+
+    def take(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.wanted:
+            self.hidden[:] = [args[0]]
+
+    def keep(self, layer: int, output: Any) -> None:
+        if self.wanted:
+            self.outputs[layer] = output
+
+    def tensors(self, layers: tuple[int, ...]) -> list[Any]:
+        """What the lm_head read, and what came out of these layers."""
+        outputs = map(self.outputs.get, layers)
+        return [self.hidden[0], *(out[0] if isinstance(out, tuple) else out for out in outputs)]
+
+    def put(self, layers: tuple[int, ...], tensors: list[Any]) -> None:
+        """The same, of another forward."""
+        self.hidden[:], self.outputs = tensors[:1], dict(zip(layers, tensors[1:], strict=True))
+
+    def clear(self) -> None:
+        self.hidden.clear()
+        self.outputs.clear()
+
+
 class HiddenReader:
     """What reads the hidden states of a model, by hooks that are there while it reads: as the
     lm_head is given them, after the final norm.

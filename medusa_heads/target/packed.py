@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from medusa_heads.agreement import TOLERANCE, is_half, relative_error
 from medusa_heads.machine import (
     has_packed_products,
     pack,
@@ -27,7 +28,6 @@ from medusa_heads.machine import (
     packed_product,
 )
 from medusa_heads.machine.devices import free_memory
-from medusa_heads.target.numbers import TOLERANCE, is_half, relative_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

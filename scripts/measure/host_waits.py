@@ -1,10 +1,11 @@
 """How often a decoding step makes the host wait for the device, and builds tensors on the host; or
-how many graphs whole steps come to as texts grow.
+how many graphs whole steps come to as texts grow, or how long the host works on each of them.
 
 python -m scripts.measure.host_waits --checkpoint assets/demo-heads
 python -m scripts.measure.host_waits --checkpoint runs/demo/heads --trees 15 --whole_steps
 python -m scripts.measure.host_waits --checkpoint assets/demo-heads --trees 15 --graphs aot_eager \
     --new_tokens 2000
+python -m scripts.measure.host_waits --checkpoint assets/demo-heads --seconds --new_tokens 200
 
 Counted without a GPU, as one would have it: on a CPU the same calls are made and cost nothing. What
 a step of the loop asks is what a longer text asks more than one of a single step. Branches of the
@@ -31,6 +32,7 @@ from medusa_heads.cli.decoding import load_model
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
 from medusa_heads.cli.flags.decoding import ModelArguments
 from medusa_heads.inference.models.assisted import AssistedModel
+from scripts.measure.host_time import Timed, seconds_of_step
 
 # A number is read, a shape depends on numbers, a tensor is made of the host's, or moves.
 Kind = Literal["read", "shape", "built", "copied"]
@@ -172,6 +174,9 @@ class Arguments:
     graphs: str | None = field(
         default=None, metadata={"help": "count graphs of whole steps that this backend compiles"}
     )
+    seconds: bool = field(
+        default=False, metadata={"help": "time the host in whole steps, besides their graphs"}
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -189,11 +194,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show(arguments: Arguments, which: ModelArguments) -> None:
     """Count, and print a table."""
-    graphs, whole_steps = arguments.graphs, arguments.whole_steps or arguments.graphs is not None
-    compiling = {"compile": "steps", "compile_backend": graphs or "eager"} if whole_steps else {}
+    graphs, timed = arguments.graphs, Timed() if arguments.seconds else None
+    whole_steps = arguments.whole_steps or graphs is not None or timed is not None
+    backend = timed or graphs or "eager"
+    compiling = {"compile": "steps", "compile_backend": backend} if whole_steps else {}
     model, _ = load_model(which, **compiling)
     target: Any = model.target
-    table = Table("tree", "text", "rows", *(_KINDS if graphs is None else Graphs._fields))
+
+    def cells(batch: int, options: dict[str, Any]) -> Sequence[Any]:
+        if timed is not None:
+            given = prompts(model, batch) | options
+            return [f"{1e3 * seconds_of_step(model, timed, arguments.new_tokens, **given):.2f}"]
+        if graphs is not None:
+            return graphs_of(model, batch, arguments.new_tokens, **options)
+        with target.uncompiled() if whole_steps else nullcontext():
+            waits = per_step(model, batch, arguments.new_tokens, **options)
+        return [f"{waits[kind]:.1f}" for kind in _KINDS]
+
+    columns = ["ms a step"] if timed else _KINDS if graphs is None else Graphs._fields
+    table = Table("tree", "text", "rows", *columns)
     for tree in arguments.trees:
         model.use_tree(tree)
         for text, options in (
@@ -201,14 +220,7 @@ def show(arguments: Arguments, which: ModelArguments) -> None:
             ("sampled", {"do_sample": True, "temperature": 0.7, "top_k": 50}),
         ):
             for batch in arguments.batch_sizes:
-                asked = (model, batch, arguments.new_tokens)
-                if graphs is not None:
-                    cells = list(map(str, graphs_of(*asked, **options)))
-                else:
-                    with target.uncompiled() if whole_steps else nullcontext():
-                        waits = per_step(*asked, **options)
-                    cells = [f"{waits[kind]:.1f}" for kind in _KINDS]
-                table.add_row(tree, text, str(batch), *cells)
+                table.add_row(tree, text, str(batch), *map(str, cells(batch, options)))
     Console().print(table)
 
 

@@ -20,7 +20,7 @@ from medusa_heads.target.packed import ROWS
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
 from tests.inference.planted import PlantedDrafter
-from tests.target.packing import MATRICES, calls
+from tests.packing import MATRICES, calls
 
 pytestmark = pytest.mark.skipif(
     not has_packed_products(torch.float32), reason="this build of torch packs no matrix"

@@ -13,7 +13,7 @@ from medusa_heads.target import packed as module
 from medusa_heads.target.packed import PackedMatrices
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
-from tests.target.packing import MATRICES, calls
+from tests.packing import MATRICES, calls
 
 pytestmark = pytest.mark.skipif(
     not has_packed_products(torch.float32), reason="this build of torch packs no matrix"

@@ -109,6 +109,23 @@ def goes_on(tiny_llama: TinyLlama, steps_by_view: dict[str, int], drafter: str, 
     assert steps_by_view["compiled"] > 10
 
 
+def test_what_is_measured_is_the_graph_of_texts(tiny_llama: TinyLlama) -> None:
+    """Compiling stops a text once."""
+    graphs: list[Any] = []
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    model = tiny_llama(vocab_size=24, num_layers=1)
+    late: Any = {"compile": "auto", "compile_backend": count}
+    medusa = MedusaModel(model, heads_for(model), tree="static:7", **late)
+    for _ in range(2):
+        medusa.generate(torch.arange(1, 9)[None], max_new_tokens=60, do_sample=False)
+    assert len(graphs) == 1
+
+
 @pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
 @pytest.mark.usefixtures("untraced")
 def test_states_go_on_in_fixed_shapes(steps_by_view: dict[str, int]) -> None:

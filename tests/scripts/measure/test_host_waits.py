@@ -72,6 +72,13 @@ def test_the_loop_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
     assert [float(each) for each in greedy.replace("│", " ").split()[3:]] == [1, 0, 0, 0]
 
 
+def test_the_host_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--checkpoint", "assets/demo-heads", "--trees", "chain:2", "--new_tokens", "6"]
+    assert main([*flags, "--batch_sizes", "1", "--seconds"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if "chain:2" in line]
+    assert [float(row.split("│")[-2]) > 0 for row in rows] == [True, True]
+
+
 def test_graphs_are_counted(tiny_llama: TinyLlama) -> None:
     medusa = with_heads(tiny_llama(num_layers=1))
     assert graphs_of(medusa, 2, 20, do_sample=False) == (True, 1, 0)

@@ -1,0 +1,131 @@
+"""Calls of a graph that are made again without asking whether it still serves.
+
+Before each call torch.compile looks at all that a graph was made for: every module and weight of
+the model, and every number that it took for a constant. It takes a millisecond of the host where a
+model has six layers, and grows with them. Within a text none of it changes. So the first call of a
+text is made that way, and others of its shapes go to the graph itself.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Calls of graphs, where someone wants to know of them.
+_NOTED: ContextVar[list[Call] | None] = ContextVar("noted", default=None)
+
+
+class Call:
+    """One call of a graph, with tensors as graphs know them: flat, weights among them."""
+
+    def __init__(
+        self, graph: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]
+    ) -> None:
+        self._graph, self._inputs, self._outputs = graph, inputs, outputs
+
+    def whole(self) -> Callable[[], object] | None:
+        """The same once more; None where the graph puts something out, for somebody to use."""
+        return None if self._outputs else lambda: self._graph(*self._inputs)
+
+    def between(
+        self, given: Sequence[Tensor], results: Sequence[Any]
+    ) -> Callable[[Sequence[Tensor]], list[Tensor]] | None:
+        """The same with other tensors of these shapes in the places of those that were given, to
+        return what then stands in the places of these results. None where some result is not what
+        the graph puts out."""
+        graph, inputs = self._graph, list(self._inputs)
+        # What no graph takes, it does not depend on but for its shape.
+        places = [_places(tensor, self._inputs) for tensor in given]
+        found = [_places(result, self._outputs) for result in results]
+        if not all(found):
+            return None
+
+        def call(others: Sequence[Tensor]) -> list[Tensor]:
+            for where, other in zip(places, others, strict=True):
+                for place in where:
+                    inputs[place] = other
+            outputs = graph(*inputs)
+            return [outputs[where[0]] for where in found]
+
+        return call
+
+
+def _places(wanted: Any, among: Sequence[Any]) -> list[int]:
+    return [place for place, other in enumerate(among) if other is wanted]
+
+
+def look(tensor: Tensor) -> tuple[Any, ...]:
+    """What a graph knows of a tensor that is given to it."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_inference()
+
+
+@contextmanager
+def noted() -> Iterator[list[Call]]:
+    """Within the block, calls of graphs come into this list."""
+    calls: list[Call] = []
+    token = _NOTED.set(calls)
+    try:
+        yield calls
+    finally:
+        _NOTED.reset(token)
+
+
+@dataclass(frozen=True)
+class NotingBackend:
+    """A backend of torch.compile, by name or itself, whose graphs' calls can be `noted`.
+
+    Attributes:
+        mode: of torch.compile, for Inductor.
+    """
+
+    backend: str | Callable[..., Any]
+    mode: str | None = None
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The graph, compiled."""
+        backend: Any = self.backend
+        if isinstance(backend, str):
+            backend = torch._dynamo.lookup_backend(backend)
+        patches = torch._inductor.list_mode_options(self.mode) if self.mode else None
+        graph = backend(module, inputs, **({"config_patches": patches} if patches else {}))
+
+        def call(*given: Any) -> Any:
+            outputs = graph(*given)
+            if (calls := _NOTED.get()) is not None:
+                calls.append(Call(graph, given, outputs))
+            return outputs
+
+        return call
+
+    def reset(self) -> None:
+        """As torch.compiler.reset() asks of every backend: let go of the CUDA graphs."""
+        if self.mode:
+            from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+            reset_cudagraph_trees()
+
+
+def no_graph() -> tuple[type[Exception], ...]:
+    """What is said of a function that is not one graph, or has come to too many."""
+    told = torch._dynamo.exc  # heavy to import
+    return told.Unsupported, told.UserError, told.FailOnRecompileLimitHit
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Within the block no garbage is collected: another target of this model would take its hooks
+    along in the middle of what is traced, to which they belong."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

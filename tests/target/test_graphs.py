@@ -1,0 +1,178 @@
+"""Within a text a graph is called again without what torch.compile asks before each call."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from medusa_heads import MedusaHeads, MedusaModel
+from medusa_heads.heads import HeadsConfig
+from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.inference.models.training_free import TrainingFreeModel
+from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.graphs import NotingBackend, look, noted
+from tests.conftest import TinyLlama
+from tests.inference.on_device import with_heads
+
+IDS = torch.arange(1, 13)[None]
+OPTIONS: Any = {"do_sample": False, "attention_mask": torch.ones_like(IDS), "max_new_tokens": 40}
+
+
+def compiled(function: Callable[..., Any], backend: Any = "eager") -> Callable[..., Any]:
+    torch._dynamo.reset()
+    made: Callable[..., Any] = torch.compile(
+        function, fullgraph=True, dynamic=False, backend=NotingBackend(backend)
+    )
+    return made
+
+
+def test_a_call_is_made_again_as_it_was() -> None:
+    counter, by = torch.zeros(3), torch.ones(3)
+
+    def count() -> None:
+        counter.add_(by)
+
+    step = compiled(count)
+    with noted() as calls:
+        step()
+    again = calls[0].whole()
+    assert again is not None
+    for _ in range(3):
+        again()
+    assert counter.tolist() == [4.0] * 3
+    assert len(calls) == 1
+
+
+def test_what_puts_something_out_is_not_made_again_as_it_was() -> None:
+    with noted() as calls:
+        compiled(lambda x: x + 1)(torch.ones(3))
+    assert calls[0].whole() is None
+
+
+def test_a_call_with_other_tensors() -> None:
+    weight = torch.tensor([1.0, 2.0, 3.0])
+
+    def function(x: Tensor, unused: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return x * weight, {"y": y + weight}
+
+    x, unused, y = (torch.full((3,), float(n)) for n in range(3))
+    with noted() as calls:
+        product, others = compiled(function)(x, unused, y)
+    again = calls[0].between([x, unused, y], [others["y"], product])
+    assert again is not None
+    total, product = again([torch.full((3,), float(n)) for n in (10, 20, 30)])
+    assert product.tolist() == [10.0, 20.0, 30.0]
+    assert total.tolist() == [31.0, 32.0, 33.0]
+    assert calls[0].between([x], [total]) is None  # no result of that call
+
+
+def test_what_a_graph_knows_of_a_tensor() -> None:
+    x = torch.ones(3, 4)
+    assert look(x) == look(x + 1)
+    with torch.inference_mode():
+        others = [torch.ones(3, 4)]
+    for other in (*others, x.T, x[:, :3], x.double(), torch.ones(4, 3).T):
+        assert look(other) != look(x)
+
+
+def test_nothing_is_noted_outside() -> None:
+    step = compiled(lambda x: x + 1)
+    with noted() as calls:
+        pass
+    step(torch.ones(3))
+    assert not calls
+
+
+def counting(target: Any, monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One for each call that torch.compile looks at."""
+    asked: list[None] = []
+    run = target.run
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        asked.append(None)
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(target, "run", count)
+    return asked
+
+
+@pytest.mark.parametrize("features", [None, [0, 1]])
+def test_each_shape_of_a_text_is_asked_about_once(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, features: list[int] | None
+) -> None:
+    model: Any = tiny_llama(vocab_size=24, num_layers=2)
+    heads = MedusaHeads.from_target(model, HeadsConfig(num_heads=3, features=features))
+    medusa: Any = MedusaModel(model, heads, tree="7", compile=True, compile_backend="eager")
+    asked = counting(medusa.target, monkeypatch)
+    for ids in (IDS, IDS.flip(1)):
+        asked.clear()
+        expected = model.generate(ids, **OPTIONS)
+        assert torch.equal(medusa.generate(ids, **OPTIONS), expected)
+        assert medusa.last_stats.forwards > 10
+        assert len(asked) == 1
+
+
+@pytest.mark.parametrize("tree", ["7", "dynamic:7", "chain", "auto"])
+def test_so_is_each_whole_step(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, tree: str
+) -> None:
+    """What it reads and writes lies where it lay, and it puts nothing out."""
+    model: Any = tiny_llama(num_layers=1)
+    medusa: Any = with_heads(model)
+    medusa.use_tree(tree)
+    asked = counting(medusa.target, monkeypatch)
+    expected = model.generate(IDS, **OPTIONS)
+    for _ in range(1 if tree == "auto" else 2):
+        asked.clear()
+        assert torch.equal(medusa.generate(IDS, **OPTIONS), expected)
+        assert 1 <= len(asked) <= len(medusa.drafter.sizes or [7])
+        assert medusa.last_stats.forwards > 10
+
+
+def test_a_model_that_was_changed_between_two_texts_is_asked_about(tiny_llama: TinyLlama) -> None:
+    model: Any = tiny_llama(vocab_size=24, num_layers=1)
+    for whole in (False, True):
+        target = CompiledTarget(model, "eager", whole_steps=whole)
+        medusa: Any = TrainingFreeModel(target, "recycling")
+        texts = []
+        for act in (nn.SiLU(), nn.ReLU(), nn.SiLU()):
+            for layer in model.model.layers:
+                layer.mlp.act_fn = act
+            texts.append(medusa.generate(IDS, **OPTIONS))
+            assert torch.equal(texts[-1], model.generate(IDS, **OPTIONS))
+        assert not torch.equal(texts[0], texts[1])
+
+
+def test_features_are_read_where_others_were_compiled_before(tiny_llama: TinyLlama) -> None:
+    """What was compiled without them, by what is gone since, serves none that asks for them."""
+    model = tiny_llama(vocab_size=24)
+    torch._dynamo.reset()
+    TrainingFreeModel(CompiledTarget(model, "eager"), "recycling").generate(IDS, **OPTIONS)
+    gc.collect()
+    heads = MedusaHeads.from_target(model, HeadsConfig(num_heads=3, features=[0, 1]))
+    plain = MedusaModel(model, heads, tree="7")
+    other = MedusaModel(model, heads, tree="7", compile=True, compile_backend="eager")
+    steps = list(zip(hidden_states(plain), hidden_states(other), strict=True))
+    assert len(steps) > 10
+    for own_BX, compiled_BX in steps:
+        torch.testing.assert_close(compiled_BX, own_BX)
+
+
+def hidden_states(medusa: MedusaModel) -> list[Tensor]:
+    """Those that heads read, of each step of a text."""
+    read: list[Tensor] = []
+    propose = medusa.drafter.propose
+
+    def note(state: DecodingState) -> Any:
+        read.append(state.hidden_BD.clone())
+        return propose(state)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(medusa.drafter, "propose", note)
+        medusa.generate(IDS, **OPTIONS)
+    return read
