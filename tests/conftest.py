@@ -54,6 +54,14 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(CACHES, ignore_errors=True)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def long_lived() -> None:
+    """A full garbage collection leaves out what earlier modules imported late, or keep: each of the
+    many that training runs ask for would take a tenth of a second, and ever longer."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def same_process() -> Iterator[None]:
     """One thread, which sums in one order; and the environment that libraries hold on to, where
