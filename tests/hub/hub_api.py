@@ -32,6 +32,7 @@ class Handler(BaseHTTPRequestHandler):
 
     hub: LocalHub
     protocol_version = "HTTP/1.1"
+    wbufsize, disable_nagle_algorithm = -1, True  # a reply is one packet, which waits for no other
 
     def log_message(self, *_: object) -> None:
         pass
