@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from medusa_heads import TargetModel
 from medusa_heads.config import RankPath
 from medusa_heads.inference.engine.decoding import decode
 from medusa_heads.inference.engine.stats import GenerationStats
-from scripts.prove.tiny_models import builder
+from scripts.prove.tiny_configs import tiny_config
+from scripts.prove.tiny_models import builder, random_weights
 from tests.inference.planted import PlantedDrafter
 from tests.inference.reference import reference
 
@@ -37,6 +39,21 @@ CHAIN = [(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)]
 @cache
 def tiny_target(kind: str) -> TargetModel:
     view = TargetModel(builder(kind)((0.15, 0.15)))
+    view.freeze()
+    view.model.generation_config.eos_token_id = None
+    view.model.generation_config.pad_token_id = 0
+    return view
+
+
+@cache
+def short_target(kind: str) -> TargetModel:
+    """The same with half of its layers, one with a state and one with attention, where the order of
+    several layers of a kind is not the point."""
+    config = tiny_config(kind)
+    config.num_hidden_layers = 2
+    if kind != "falcon_h1":  # each of whose layers has both
+        config.layer_types = config.layer_types[:2]
+    view = TargetModel(random_weights(AutoModelForCausalLM.from_config(config), (0.15, 0.15)))
     view.freeze()
     view.model.generation_config.eos_token_id = None
     view.model.generation_config.pad_token_id = 0

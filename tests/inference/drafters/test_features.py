@@ -16,7 +16,7 @@ from medusa_heads.inference.models.assisted import AssistedModel
 from medusa_heads.target.compiled import CompiledTarget
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.planted import BUSHY
-from tests.inference.recurrent import CHAIN, tiny_target
+from tests.inference.recurrent import CHAIN, short_target
 from tests.inference.reference import reference
 from tests.inference.rereading import RereadingDrafter, random_heads, run
 
@@ -81,9 +81,16 @@ def model(tiny_llama: TinyLlama) -> Any:
     return tiny_llama(num_hidden_layers=3).to(DEVICE)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize(
+    ("shape", "view", "chunk"),
+    [
+        # Any two of these meet in a quick one.
+        pytest.param(shape, view, chunk, marks=[] if (i + j + k) % 2 == 0 else [pytest.mark.slow])
+        for i, shape in enumerate(SHAPES)
+        for j, view in enumerate(VIEWS)
+        for k, chunk in enumerate((None, 4))
+    ],
+)
 def test_drafting_reads_what_training_does(
     model: Any, shape: str, view: str, chunk: int | None
 ) -> None:
@@ -95,7 +102,7 @@ def test_drafting_reads_what_training_does(
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("view", VIEWS)
 def test_from_a_recurrent_state_too(shape: str, view: str) -> None:
-    plain = tiny_target("lfm2")
+    plain = short_target("lfm2")
     layers = plain.config.num_hidden_layers
     config = SHAPES[shape] | {"features": list(range(layers))[:: layers - 1]}
     target = view_of(view, plain.model, tuple(config["features"]))

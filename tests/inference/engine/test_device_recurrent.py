@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,13 +21,21 @@ from medusa_heads.target.static_cache import StaticRecurrentCache
 from scripts.measure.host_waits import graphs_of, per_step, prompts
 from tests.inference.on_device import SAMPLING, PlantedOnDevice, text
 from tests.inference.padded import padded
-from tests.inference.recurrent import CHAIN, KINDS, prompt, repeating, tiny_target, written
+from tests.inference.recurrent import (
+    CHAIN,
+    KINDS,
+    prompt,
+    repeating,
+    short_target,
+    tiny_target,
+    written,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
 
 BATCHES = ([0], [0, 3, 5])  # padding of each row
 BOTH = [2, 0, 4, 1, 3]
-NEW = 40
+NEW = 31
 
 
 def wrong(graph: Any, _inputs: Any) -> Any:
@@ -40,9 +49,11 @@ def wrong(graph: Any, _inputs: Any) -> Any:
     return graph.forward
 
 
-def medusa_of(target_kind: str, backend: Any = "eager", **config: Any) -> MedusaModel:
+def medusa_of(
+    target_kind: str, backend: Any = "eager", *, whole: bool = False, **config: Any
+) -> MedusaModel:
     torch.manual_seed(3)
-    target = tiny_target(target_kind)
+    target = (tiny_target if whole else short_target)(target_kind)
     heads = new_heads(target, HeadsConfig(num_heads=4, **config))
     return MedusaModel(target, heads, tree="4", compile="steps", compile_backend=backend)
 
@@ -54,18 +65,24 @@ def planted(medusa: MedusaModel, inputs: Any, truth: list[int], **options: Any) 
     return torch.as_tensor(whole[:, : length + NEW])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("padding", BATCHES, ids=["1 row", "3 rows"])
+@pytest.mark.parametrize(
+    ("kind", "padding"),
+    [
+        # Each kind has one of them in a quick one.
+        pytest.param(kind, padding, marks=[] if (i + j) % 2 == 0 else [pytest.mark.slow])
+        for i, kind in enumerate(KINDS)
+        for j, padding in enumerate(BATCHES)
+    ],
+)
 def test_planted_chains(kind: str, padding: list[int]) -> None:
-    medusa, inputs = medusa_of(kind), padded(padding, 12)
+    medusa, inputs = medusa_of(kind, whole=True), padded(padding, 12)
     for truth in ([4], [0], BOTH):
         expected = planted(medusa, inputs, truth)
-        for new in (NEW, NEW - 1, 2):  # the last token within a chain
+        for new in (NEW - 1, 2, NEW) if truth == BOTH else (NEW,):  # the last within a chain
             got = text(medusa, inputs, max_new_tokens=new)
             assert torch.equal(got, expected[:, : 12 + new])
             assert medusa.last_stats.seconds["step"]
         if truth == [4]:
-            text(medusa, inputs, max_new_tokens=NEW)
             assert medusa.last_stats.tokens_per_step > 4
 
 
@@ -132,9 +149,10 @@ def test_heads_write_what_steps_that_ask_the_host_write(kind: str) -> None:
         assert torch.equal(got, torch.as_tensor(asking.generate(**told)))
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("made", ["auto", "suffix"])
-def test_chains_merged_of_the_text_and_heads(made: str) -> None:
-    target, inputs = tiny_target("lfm2"), repeating()
+def test_chains_merged_of_the_text_and_heads(made: str, compiled: bool) -> None:
+    target, inputs = short_target("lfm2"), repeating()
     options: Any = {"compile": "steps", "compile_backend": "eager"}
     if made == "suffix":
         model: Any = TrainingFreeModel(target, made, **options)
@@ -142,7 +160,8 @@ def test_chains_merged_of_the_text_and_heads(made: str) -> None:
         heads = new_heads(target, HeadsConfig(num_heads=2))
         model = MedusaModel(target, heads, tree=made, **options)
     assert isinstance(model.drafter, MergedTrees)
-    got = written(model, inputs, max_new_tokens=NEW)
+    with nullcontext() if compiled else model.target.uncompiled():
+        got = written(model, inputs, max_new_tokens=NEW)
     assert torch.equal(got, written(target.model, inputs, max_new_tokens=NEW))
     assert model.last_stats.seconds["step"]
 
@@ -162,8 +181,16 @@ def test_a_text_goes_on_from_what_was_read(unread: int) -> None:
     assert medusa.last_stats.seconds["step"]
 
 
-@pytest.mark.parametrize("options", [{"do_sample": False}, SAMPLING], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    ("batch", "options"),
+    [
+        (3, SAMPLING),
+        pytest.param(1, {"do_sample": False}, marks=pytest.mark.slow),
+        pytest.param(1, SAMPLING, marks=pytest.mark.slow),
+        pytest.param(3, {"do_sample": False}, marks=pytest.mark.slow),
+    ],
+    ids=["3-drawn", "1-greedy", "1-drawn", "3-greedy"],
+)
 def test_the_host_waits_once_a_step_for_two_graphs(batch: int, options: dict[str, Any]) -> None:
     medusa = medusa_of("lfm2")
     with medusa.target.uncompiled():  # type: ignore[attr-defined]
@@ -183,8 +210,16 @@ def test_what_a_compiler_gets_wrong_is_refused_by_name() -> None:
             written(medusa, inputs, max_new_tokens=NEW)
 
 
-@pytest.mark.parametrize("late", [set(), {"cpu"}], ids=["at once", "late"])
-@pytest.mark.parametrize("part", ["neither", "held", "state"])
+@pytest.mark.parametrize(
+    ("part", "late"),
+    [
+        # Each part and each time is in a quick one.
+        pytest.param(part, late, marks=marks, id=f"{part}-{'late' if late else 'at once'}")
+        for i, part in enumerate(("neither", "held", "state"))
+        for j, late in enumerate((set(), {"cpu"}))
+        for marks in [[] if i % 2 == j else [pytest.mark.slow]]
+    ],
+)
 def test_states_that_a_graph_does_not_settle_are_noticed(
     part: str, late: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,7 +236,7 @@ def test_states_that_a_graph_does_not_settle_are_noticed(
 
     monkeypatch.setattr(StaticRecurrentCache, "settle", in_part)
     monkeypatch.setattr(device_loop, "_READ_LATE", late)
-    medusa, inputs = medusa_of("lfm2"), prompt(12)
+    medusa, inputs = medusa_of("lfm2", whole=True), prompt(12)
     planted(medusa, inputs, BOTH)
     with pytest.raises(UnsupportedArchitecture, match="the states of lfm2 differ by"):
         written(medusa, inputs, max_new_tokens=NEW)

@@ -18,7 +18,7 @@ from medusa_heads.target.recurrent import RecurrentCache
 from medusa_heads.target.static_cache import StaticRecurrentCache
 from tests.inference.padded import padded
 from tests.inference.planted import PlantedDrafter
-from tests.inference.recurrent import planted, prompt, tiny_target, written
+from tests.inference.recurrent import planted, prompt, short_target, tiny_target, written
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
 
@@ -49,7 +49,7 @@ class Counting:
 def test_two_graphs_serve_every_length_of_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees with nothing in front of them, and with all that there may be. A state that is not put
     back is noticed: the negative control."""
-    target, counting = tiny_target(kind), Counting()
+    target, counting = short_target(kind), Counting()
     compiled = CompiledTarget(target.model, counting)
     for length, share in ((21, 0.75), (40, 0.5)):
         inputs = prompt(length)
@@ -65,7 +65,7 @@ def test_two_graphs_serve_every_length_of_text(kind: str, monkeypatch: pytest.Mo
 def test_rows_of_a_batch_in_one_graph(kind: str) -> None:
     """Layers that keep a state, or rows and a state; a row that has ended stays, and is not read
     on."""
-    target, inputs = tiny_target(kind), padded((5, 0), 24)
+    target, inputs = short_target(kind), padded((5, 0), 24)
     ends = SHORT | {"eos_token_id": int(written(target.model, inputs, **SHORT)[0, 35])}
     expected = written(target.model, inputs, **ends)
     compiled = CompiledTarget(target.model, Counting())
@@ -100,7 +100,7 @@ def test_fixed_shapes_without_a_graph(most: int, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("kind", ["medusa", "block"])
 def test_a_compiled_text_goes_on_without_a_graph_and_the_other_way(kind: Any) -> None:
-    target, inputs = tiny_target("lfm2"), prompt()
+    target, inputs = short_target("lfm2"), prompt()
     torch.manual_seed(3)
     heads = new_heads(target, HeadsConfig(kind=kind, num_heads=3))
     models = [
@@ -118,7 +118,7 @@ def test_a_compiled_text_goes_on_without_a_graph_and_the_other_way(kind: Any) ->
 
 
 def test_what_a_compiler_gets_wrong_is_refused_by_name() -> None:
-    target, inputs = tiny_target("lfm2"), prompt()
+    target, inputs = short_target("lfm2"), prompt()
     expected = written(target.model, inputs)
     compiled = CompiledTarget(target.model, Counting(wrong=0.1))
     with pytest.raises(UnsupportedArchitecture, match="the logits of lfm2 differ by"):
@@ -133,14 +133,14 @@ def test_what_is_not_one_graph_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
         return states
 
     monkeypatch.setattr(modeling_lfm2, "apply_mask_to_padding_states", broken)
-    model = TrainingFreeModel(tiny_target("lfm2"), "suffix", compile=True, compile_backend="eager")
+    model = TrainingFreeModel(short_target("lfm2"), "suffix", compile=True, compile_backend="eager")
     with pytest.raises(UnsupportedArchitecture, match="lfm2 cannot be compiled in one graph"):
         written(model, prompt())
 
 
 def test_states_weigh_like_rows() -> None:
     """A text's states, and the copies of them, count among what caches may hold together."""
-    target, expected = tiny_target("lfm2"), written(tiny_target("lfm2").model, prompt(), **SHORT)
+    target, expected = short_target("lfm2"), written(short_target("lfm2").model, prompt(), **SHORT)
     compiled = CompiledTarget(target.model, "eager")
     with compiled.uncompiled():
         planted(compiled, prompt(), expected, **SHORT)

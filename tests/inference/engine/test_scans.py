@@ -24,7 +24,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, no
 def test_planted_chains_are_token_equal(kind: str) -> None:
     target, inputs = tiny_target(kind), prompt()
     assert capability(target) == "recurrent"
-    given: tuple[dict[str, Any], ...] = ({}, {"do_sample": True, "temperature": 1.3})
+    given: tuple[dict[str, Any], ...] = ({"max_new_tokens": 32},)
+    if kind in KINDS[:2]:  # the others draw from the same kinds of state
+        given += ({"max_new_tokens": 32, "do_sample": True, "temperature": 1.3},)
     for drawn in given:
         expected = written(target.model, inputs, **drawn)
         got, stats = planted(target, inputs, expected, **drawn)

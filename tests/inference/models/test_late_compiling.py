@@ -20,7 +20,7 @@ from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.padded import padded
-from tests.inference.recurrent import repeating, tiny_target, written
+from tests.inference.recurrent import repeating, short_target, written
 
 PADDING = [0, 3, 5]
 DRAFTERS = ("auto", "suffix", "lookahead", "static:7", "prefix", "block")
@@ -62,13 +62,19 @@ def heads_for(model: Any, **settings: Any) -> DraftHeads:
     return KINDS[config.kind](config)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    ("drafter", "rows"),
+    [
+        pytest.param(drafter, rows, marks=[] if (i + j) % 2 else [pytest.mark.slow])
+        for i, drafter in enumerate(DRAFTERS)
+        for j, rows in enumerate((1, 3))
+    ],
+)
 @pytest.mark.usefixtures("untraced")
 def test_a_text_goes_on_in_fixed_shapes(
     tiny_llama: TinyLlama, steps_by_view: dict[str, int], drafter: str, rows: int
 ) -> None:
-    goes_on(tiny_llama, steps_by_view, drafter, rows)
+    goes_on(tiny_llama(vocab_size=24), steps_by_view, drafter, rows)
 
 
 @pytest.mark.parametrize(
@@ -85,11 +91,12 @@ def test_a_text_goes_on_in_fixed_shapes(
 def test_a_text_goes_on_compiled(
     tiny_llama: TinyLlama, steps_by_view: dict[str, int], drafter: str, rows: int
 ) -> None:
-    goes_on(tiny_llama, steps_by_view, drafter, rows)
+    model = tiny_llama(num_layers=1, vocab_size=24)  # each of which takes as long to trace
+    goes_on(model, steps_by_view, drafter, rows)
 
 
-def goes_on(tiny_llama: TinyLlama, steps_by_view: dict[str, int], drafter: str, rows: int) -> None:
-    model: Any = tiny_llama(vocab_size=24).to(DEVICE)
+def goes_on(model: Any, steps_by_view: dict[str, int], drafter: str, rows: int) -> None:
+    model = model.to(DEVICE)
     given = padded(PADDING[:rows], 8)
     options = {"max_new_tokens": 60, "do_sample": rows == 1, "temperature": 0.5}
     torch.manual_seed(3)
@@ -140,7 +147,7 @@ def test_states_go_on_compiled(steps_by_view: dict[str, int]) -> None:
 
 
 def states_go_on(steps_by_view: dict[str, int]) -> None:
-    target, inputs = tiny_target("lfm2"), repeating()
+    target, inputs = short_target("lfm2"), repeating()
     drafted = TrainingFreeModel(target.model, "suffix", **LATE)
     expected = written(target.model, inputs)
     steps_by_view.update(plain=0, compiled=0)
@@ -174,7 +181,11 @@ def test_what_saves_nothing_is_kept_and_not_tried_again(
 
 @pytest.mark.parametrize(
     ("drafter", "compile"),
-    [("auto", "auto"), ("auto", True), ("recycling:4", "steps"), ("recycling:4", True)],
+    [
+        ("auto", "auto"),
+        ("recycling:4", "steps"),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("auto", "recycling:4")),
+    ],
 )
 def test_without_a_compiler_decoding_goes_on(
     drafter: str, compile: Any, tiny_llama: TinyLlama

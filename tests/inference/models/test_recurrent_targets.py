@@ -16,7 +16,7 @@ from medusa_heads.inference.adapt.step_bench import RandomChain, StepBench
 from medusa_heads.target import recurrent
 from tests.inference.padded import padded
 from tests.inference.processor_kinds import Matcher
-from tests.inference.recurrent import prompt, repeating, tiny_target, written
+from tests.inference.recurrent import prompt, repeating, short_target, tiny_target, written
 from tests.inference.speaking import make_tokenizer
 
 KINDS = ("qwen3_next", "falcon_h1", "lfm2")
@@ -28,14 +28,14 @@ STREAM: Any = {"rng": "transformers"}  # whose sampled text is generate()'s own
 
 
 def with_heads(kind: str, tree: Any = 8, heads: Any = "medusa", **more: Any) -> MedusaModel:
-    target = tiny_target(kind)
+    target = short_target(kind)
     torch.manual_seed(3)
     heads = new_heads(target, HeadsConfig(kind=heads, num_heads=3))
     return MedusaModel(target, heads, tree=tree, **STREAM, **more)
 
 
 def with_draft(kind: str, tree: str) -> DraftedModel:
-    return DraftedModel(tiny_target(kind), tiny_target("llama"), tree=tree, **STREAM)
+    return DraftedModel(short_target(kind), tiny_target("llama"), tree=tree, **STREAM)
 
 
 WAYS: dict[str, Callable[[str], Any]] = {
@@ -45,7 +45,7 @@ WAYS: dict[str, Callable[[str], Any]] = {
     "eagle3": lambda kind: with_heads(kind, heads="eagle3"),
     "eagle3 and text": lambda kind: with_heads(kind, "auto", "eagle3"),
     "always the same": lambda kind: with_heads(kind, "auto", deterministic=True),
-    "text": lambda kind: TrainingFreeModel(tiny_target(kind), "suffix", **STREAM),
+    "text": lambda kind: TrainingFreeModel(short_target(kind), "suffix", **STREAM),
     "draft model": lambda kind: with_draft(kind, "chain"),
     "drawn": lambda kind: with_draft(kind, "sampled:3"),
     "adaptive": lambda kind: with_draft(kind, "auto"),
@@ -64,7 +64,7 @@ def test_every_drafter_is_token_equal(way: str, kind: str, other: bool, cache: A
     for inputs, do_sample in zip(texts, (is_drawn, not is_drawn), strict=True):
         # Of those that draw their drafts the law alone stays where tokens are drawn.
         drawn = do_sample and way not in ("drawn", "adaptive")
-        options: Any = {"max_new_tokens": 32}
+        options: Any = {"max_new_tokens": 24}
         options |= {"do_sample": True, "top_k": 20} if drawn else {}
         expected = written(model.target.model, inputs, **options)
         assert torch.equal(written(model, inputs, **options), expected)
@@ -75,7 +75,9 @@ def test_every_drafter_is_token_equal(way: str, kind: str, other: bool, cache: A
 )
 def test_batches_are_token_equal(way: str, kind: str, cache: Any) -> None:
     model, inputs = WAYS[way](kind), padded((4, 0, 7), 24)
-    assert torch.equal(written(model, inputs), written(model.target.model, inputs))
+    options: Any = {"max_new_tokens": 24}
+    expected = written(model.target.model, inputs, **options)
+    assert torch.equal(written(model, inputs, **options), expected)
 
 
 class GoesOn(LogitsProcessor):
@@ -155,7 +157,7 @@ def test_a_prompt_is_read_in_parts() -> None:
 
 
 def test_steps_are_measured_with_what_states_take(cache: Any) -> None:
-    target = tiny_target("qwen3_next")
+    target = short_target("qwen3_next")
     clock = measure.target_clock(target)
     assert min(clock.step(tokens) for tokens in clock.sizes) > 0
 
@@ -165,7 +167,7 @@ def test_a_measured_step_makes_the_copies_that_a_step_makes(
 ) -> None:
     """One where drafts are refused, or accepted before; none where nothing is drafted."""
     copies: list[int] = []
-    bench = StepBench(tiny_target("lfm2"), 8, 1)
+    bench = StepBench(short_target("lfm2"), 8, 1)
     monkeypatch.setattr(recurrent, "_copy", lambda *_: copies.append(len(copies)))
     counts = []
     for drafted in (3, 3, 0, 0):
@@ -187,9 +189,9 @@ def test_what_is_not_offered_is_one_sentence(cache: Any) -> None:
     ):
         TrainingFreeModel(tiny_target("deepseek_v4"), "suffix", compile=True)
     with pytest.raises(UnsupportedArchitecture, match="drafts would change before"):
-        TrainingFreeModel(tiny_target("qwen3_next"), "early_exit:2")
+        TrainingFreeModel(short_target("qwen3_next"), "early_exit:2")
     with pytest.raises(UnsupportedArchitecture, match="draft with a model of attention layers"):
-        DraftedModel(tiny_target("llama"), tiny_target("qwen3_next"))
+        DraftedModel(tiny_target("llama"), short_target("qwen3_next"))
 
 
 @pytest.mark.parametrize(

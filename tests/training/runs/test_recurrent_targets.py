@@ -106,7 +106,7 @@ def test_heads_learn_from_packed_text_of_the_target_and_decode_exactly(
     assert model.last_stats.tokens_per_step > 1.2
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2"])
+@pytest.mark.parametrize("kind", ["qwen3_5_text", pytest.param("lfm2", marks=pytest.mark.slow)])
 def test_a_run_from_the_cache_is_bitwise_the_run_without(
     kind: str, texts: tuple[Dataset, Dataset], tmp_path: Path
 ) -> None:
@@ -116,7 +116,9 @@ def test_a_run_from_the_cache_is_bitwise_the_run_without(
     assert same(runs("read"), expected) and runs.forwards < 4  # the checks alone run the target
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "granitemoehybrid"])
+@pytest.mark.parametrize(
+    "kind", ["granitemoehybrid", pytest.param("qwen3_5_text", marks=pytest.mark.slow)]
+)
 def test_joint_training_reaches_recurrent_layers_and_decodes_exactly(
     kind: str, make_rows: Rows, tmp_path: Path
 ) -> None:
