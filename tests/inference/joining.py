@@ -56,7 +56,7 @@ def guests(count: int, *options: Mapping[str, Any], tokens: range, seed: int = 0
     for i in range(count):
         asked = dict(options[i % len(options)])
         prompt = [draw(tokens.start, tokens.stop) for _ in range(draw(1, 40))]
-        asked["max_new_tokens"] = draw(1, 40)
+        asked["max_new_tokens"] = draw(1, 30)
         found.append(
             Guest(
                 prompt,

@@ -76,7 +76,7 @@ def test_equals_generate(
     targets: dict[str, TargetModel], kind: str, options: dict[str, Any]
 ) -> None:
     target = targets[kind]
-    for drafter in ("mtp", "mtp+suffix"):
+    for drafter in ("mtp", "mtp+suffix") if kind == "deepseek_v3" else ("mtp+suffix",):
         model = TrainingFreeModel(target, drafter, rng="transformers")
         expected_BT = written(target.model, prompts(1), **options)
         assert torch.equal(written(model, prompts(1), **options), expected_BT)
@@ -106,7 +106,7 @@ def test_modules_that_know_nothing_change_no_text(tmp_path: Path) -> None:
 def test_rows_of_a_batch_equal_generate(targets: dict[str, TargetModel], kind: str) -> None:
     target = targets[kind]
     options = {"eos_token_id": int(written(target.model, prompts(4))[1, 30])}
-    for drafter in ("mtp", "mtp+suffix"):
+    for drafter in ("mtp", "mtp+suffix") if kind == "deepseek_v3" else ("mtp",):
         model = TrainingFreeModel(target, drafter)
         expected_BT = written(target.model, prompts(4), **options)
         assert torch.equal(written(model, prompts(4), **options), expected_BT)
@@ -198,13 +198,13 @@ def test_what_is_remembered_is_what_is_read_anew(
 
     monkeypatch.setattr(MtpDrafts, "continuation", compare)
     model = TrainingFreeModel(target, "mtp")
-    expected_BT = written(target.model, prompts(rows))
-    assert torch.equal(written(model, prompts(rows)), expected_BT)
+    expected_BT = written(target.model, prompts(rows), max_new_tokens=32)
+    assert torch.equal(written(model, prompts(rows), max_new_tokens=32), expected_BT)
     assert compared.count(rows - 1) > 20 and model.last_stats.tokens_per_step > 1.3
     assert len(model.last_stats.accepted) > 1
     if kind == "deepseek_v3":  # rows that come and go
         compared.clear()
-        visitors = guests(6, {"do_sample": False}, tokens=range(3, 190))
+        visitors = guests(9, {"do_sample": False}, tokens=range(3, 190))
         check(model.running_batch(3), visitors, target.model)
         assert compared.count(2) > 10
 

@@ -22,6 +22,13 @@ def server(endless: Any, tokenizer: Any) -> Iterator[Server]:
         yield served
 
 
+@pytest.fixture(scope="module")
+def standing(model: Any, tokenizer: Any) -> Iterator[Server]:
+    """One for all who are refused: each server that ends waits for a moment."""
+    with Server(model, tokenizer, port=0, max_rows=1, queue=2, name="tiny") as served:
+        yield served
+
+
 def send(server: Server, path: str, body: Any = None, **headers: str) -> HTTPConnection:
     connection = HTTPConnection(server.url.removeprefix("http://"), timeout=60)
     raw = body if isinstance(body, bytes | None) else json.dumps(body)
@@ -54,11 +61,11 @@ def begin(server: Server, tokens: int = 400) -> tuple[HTTPConnection, HTTPRespon
 def test_texts_of_clients_that_come_and_go_are_those_of_generate(
     model: Any, tokenizer: Any
 ) -> None:
-    """Thirty such as `python -m scripts.prove.serving` asks for by the thousand."""
-    jobs = make_jobs(model, tokenizer, 30, kinds=8, seed=0)
+    """Twenty such as `python -m scripts.prove.serving` asks for by the thousand."""
+    jobs = make_jobs(model, tokenizer, 20, kinds=8, seed=0)
     outcome = serve(model, tokenizer, jobs, clients=6, max_rows=3, queue=2)
     assert not outcome.wrong and not outcome.faults
-    assert outcome.ended["finished"] + outcome.ended["left"] == 30 and outcome.ended["left"] > 3
+    assert outcome.ended["finished"] + outcome.ended["left"] == 20 and outcome.ended["left"] > 2
 
 
 def test_rows_that_join_wrongly_are_noticed(model: Any, tokenizer: Any) -> None:
@@ -160,8 +167,8 @@ def test_who_leaves_without_a_stream_frees_the_row(
     ],
     ids=str,
 )
-def test_what_is_refused(server: Server, path: str, body: Any, status: int, said: str) -> None:
-    answered, content = ask(server, path, body)
+def test_what_is_refused(standing: Server, path: str, body: Any, status: int, said: str) -> None:
+    answered, content = ask(standing, path, body)
     assert answered == status and said in content["error"]["message"]
 
 
@@ -191,11 +198,12 @@ def test_what_fails_while_it_is_written_is_said(server: Server, monkeypatch: Any
     ids=str,
 )
 def test_pages_in_a_browser_are_told_nothing(
-    server: Server, headers: dict[str, str], status: int
+    standing: Server, headers: dict[str, str], status: int
 ) -> None:
     """Neither those whose name was made to mean this machine, nor those that send to it."""
-    assert ask(server, "/v1/completions", {"prompt": "a", "max_tokens": 1}, **headers)[0] == status
-    assert ask(server, "/metrics", **headers)[0] == status
+    asked = {"prompt": "a", "max_tokens": 1}
+    assert ask(standing, "/v1/completions", asked, **headers)[0] == status
+    assert ask(standing, "/metrics", **headers)[0] == status
 
 
 def test_an_api_key(endless: Any, tokenizer: Any) -> None:

@@ -25,7 +25,7 @@ from tests.inference.joining import (
     host,
     truth_of,
 )
-from tests.inference.recurrent import CHAIN, tiny_target
+from tests.inference.recurrent import CHAIN, short_target
 from tests.inference.rereading import RereadingDrafter, random_heads
 
 GREEDY: dict[str, Any] = {"do_sample": False}
@@ -57,7 +57,7 @@ def planted(target: TargetModel, visitors: Any, model: Any, *args: Any) -> Plant
 
 @pytest.mark.parametrize("max_rows", [1, 2, 5])
 def test_greedy_rows_with_planted_drafts(model: Any, max_rows: int) -> None:
-    target, visitors = TargetModel(model), guests(14, GREEDY, PENALISED, tokens=TOKENS)
+    target, visitors = TargetModel(model), guests(10, GREEDY, PENALISED, tokens=TOKENS)
     batch = RunningBatch(target, planted(target, visitors, model), max_rows)
     check(batch, visitors, model)
     assert batch.tokens / batch.stats.steps > 1.5  # some hardly begin
@@ -66,14 +66,14 @@ def test_greedy_rows_with_planted_drafts(model: Any, max_rows: int) -> None:
 def test_drawn_rows_are_those_of_their_seed_alone(model: Any) -> None:
     """Whatever stands beside them: greedy rows, and others of other settings."""
     alone = TrainingFreeModel(model, "recycling")
-    visitors = guests(14, GREEDY, WARM, HOT, WARM, tokens=TOKENS, seed=1)
+    visitors = guests(10, GREEDY, WARM, HOT, WARM, tokens=TOKENS, seed=1)
     drafter = planted(alone.target, visitors, alone)
     check(RunningBatch(alone.target, drafter, 6), visitors, alone)
 
 
 def test_rows_that_join_wrongly_are_noticed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: what a row brings along is another text's."""
-    target, visitors = TargetModel(model), guests(14, GREEDY, tokens=TOKENS)
+    target, visitors = TargetModel(model), guests(10, GREEDY, tokens=TOKENS)
     drafter, join = planted(target, visitors, model), Stacks.join
 
     def join_wrongly(own: Stacks, other: Stacks, *args: Any) -> None:
@@ -101,8 +101,15 @@ HEADS: dict[str, dict[str, Any]] = {
 READERS = ("medusa, prefix, features", "hydra, prefix")
 
 
-@pytest.mark.parametrize("kind", HEADS)
-@pytest.mark.parametrize("tree", ["auto", 8, "dynamic:8"])
+@pytest.mark.parametrize(
+    ("tree", "kind"),
+    [
+        # Each kind has one fixed tree or another in a quick one, and all have the adaptive one.
+        pytest.param(tree, kind, marks=[] if j == 0 or 1 + i % 2 == j else [pytest.mark.slow])
+        for j, tree in enumerate(("auto", 8, "dynamic:8"))
+        for i, kind in enumerate(HEADS)
+    ],
+)
 def test_heads_draft_for_rows_that_come_and_go(
     model: Any, mixed: list[Guest], kind: str, tree: Any
 ) -> None:
@@ -163,11 +170,13 @@ def test_a_draft_model_that_is_the_target_is_always_right(model: Any) -> None:
     assert accepted[3] >= batch.stats.steps - ends
 
 
-@pytest.mark.parametrize("kind", ["lfm2", "qwen3_next", "falcon_h1"])
+@pytest.mark.parametrize(
+    "kind", ["lfm2", "qwen3_next", pytest.param("falcon_h1", marks=pytest.mark.slow)]
+)
 @pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
 def test_targets_with_a_recurrent_state(kind: str) -> None:
-    target = tiny_target(kind)
-    visitors = guests(9, GREEDY, tokens=range(1, 190))
+    target = short_target(kind)
+    visitors = guests(7, GREEDY, tokens=range(1, 190))
     batch = RunningBatch(target, planted(target, visitors, target.model, CHAIN), 4)
     assert batch.max_rows == 4
     check(batch, visitors, target.model)
