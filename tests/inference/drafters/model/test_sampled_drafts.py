@@ -135,10 +135,10 @@ def check(
 def test_drawn_text_follows_the_target(
     target: Any, drafts: dict[str, Any], tree: str, warpers: str, rng: Rng
 ) -> None:
-    check(target, drafts["bad"], tree, warpers, 2000, rng)
+    check(target, drafts["bad"], tree, warpers, 1500 if tree == "sampled:3" else 2000, rng)
 
 
-@pytest.mark.parametrize("rows", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [8, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_few_adaptive_texts_at_a_time_follow_the_target(
     target: Any, drafts: dict[str, Any], rows: int
 ) -> None:
@@ -193,9 +193,9 @@ class ForgetsWhatWasDrawn(RejectionSampling):
 @pytest.mark.parametrize(
     ("rule", "tree", "samples"),
     [
-        (AcceptsWhereLikelier, "sampled:3", 2000),
-        (ResamplesFromTheTarget, "sampled:3", 2000),
-        (ForgetsWhatWasDrawn, "sampled:3x2", 4000),
+        (AcceptsWhereLikelier, "sampled:3", 1500),
+        (ResamplesFromTheTarget, "sampled:3", 1500),
+        (ForgetsWhatWasDrawn, "sampled:3x2", 3000),
         pytest.param(ForgetsWhatWasDrawn, "adaptive", 4000, marks=pytest.mark.slow),
     ],
 )
