@@ -66,8 +66,8 @@ def drafting(target: TargetModel, heads: Any, tree: str) -> MedusaModel:
 def test_what_is_drafted_changes_no_token(
     target: TargetModel, heads: Any, undrafted: Tensor
 ) -> None:
-    short: dict[str, Any] = {"max_new_tokens": 24}
-    plain = undrafted[:, :24]
+    short: dict[str, Any] = {"max_new_tokens": 16}
+    plain = undrafted[:, :16]
     for name in ("chain", "7", "static:15", "dynamic:12", "auto", "7+suffix", "suffix"):
         assert torch.equal(text(drafting(target, heads, name), **short), plain), name
     for name in ("recycling", "recycling:7", "auto", "early_exit:2", "lookahead"):
@@ -150,7 +150,7 @@ def test_drafts_that_know_the_noise_are_accepted_more_often(
     model, texts, tokens_per_step = drafting(target, heads, tree), [], []
     for told in (as_drawn, lambda ranking, state: ranking, _misled):
         monkeypatch.setattr("medusa_heads.inference.drafters.head_trees.as_drawn", told)
-        texts.append(text(model, prompts, max_new_tokens=64))
+        texts.append(text(model, prompts, max_new_tokens=48))
         assert model.last_stats is not None
         tokens_per_step.append(model.last_stats.tokens_per_step)
     assert torch.equal(texts[1], texts[0]) and torch.equal(texts[2], texts[0])

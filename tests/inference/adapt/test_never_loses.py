@@ -63,9 +63,17 @@ def test_auto_keeps_up_with_the_best_fixed_way(
     assert took[best] / auto >= 0.97, (best, took, auto)
 
 
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("machine", [DEAR, USUAL], ids=["dear", "usual"])
-@pytest.mark.parametrize("usual", [0.1, 0.5], ids=["random", "chained"])
+@pytest.mark.parametrize(
+    ("usual", "machine", "rows"),
+    [
+        # Any two of these meet in a quick one.
+        pytest.param(usual, machine, rows, marks=marks, id=f"{text}-{name}-{rows}")
+        for i, (text, usual) in enumerate((("random", 0.1), ("chained", 0.5)))
+        for j, (name, machine) in enumerate((("dear", DEAR), ("usual", USUAL)))
+        for k, rows in enumerate((1, 8))
+        for marks in [[] if (i + j + k) % 2 == 0 else [pytest.mark.slow]]
+    ],
+)
 def test_auto_keeps_up_where_tokens_are_drawn(
     monkeypatch: pytest.MonkeyPatch, usual: float, machine: Machine, rows: int
 ) -> None:

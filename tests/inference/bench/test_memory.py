@@ -16,9 +16,15 @@ from tests.conftest import TinyLlama
 CLOSE = 0.1  # of all; the tiny target weighs less than what a few rows hold beside it
 
 
+@pytest.fixture
+def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer new tokens are watched, where no longer text is foretold from them."""
+    monkeypatch.setattr("medusa_heads.inference.bench.memory._NEW", 12)
+
+
 @pytest.fixture(scope="module")
 def model(tiny_llama: TinyLlama) -> MedusaModel:
-    target = TargetModel(tiny_llama(num_layers=3))
+    target = TargetModel(tiny_llama())
     config = HeadsConfig(kind="hydra", num_heads=3, prefix_attention=True)
     return MedusaModel(target, new_heads(target, config).eval(), tree="static:7")
 
@@ -40,7 +46,7 @@ def test_larger_texts_take_what_was_foretold(
     seen = memory.weights + max(watch(model, rows, prompt, new))
     parts = memory.describe(rows, prompt, new)
     assert parts["most"] == pytest.approx(seen, rel=CLOSE)
-    assert parts["cache"] == rows * (prompt + new + 8) * 3 * 2 * 2 * 16 * 4
+    assert parts["cache"] == rows * (prompt + new + 8) * 2 * 2 * 2 * 16 * 4
     # That no more is held for a row than for none would be noticed.
     monkeypatch.setattr(memory, "_curves_53", torch.zeros(5, 3))
     assert memory.describe(rows, prompt, new)["most"] != pytest.approx(seen, rel=CLOSE)
@@ -53,6 +59,7 @@ def test_texts_that_may_become_long_are_copied_while_they_grow() -> None:
     assert large == pytest.approx((1 << 34) * (1 + 2 / 3 / 8), rel=1e-6)
 
 
+@pytest.mark.usefixtures("short_texts")
 @pytest.mark.parametrize(
     ("attention", "config", "rows", "prompt"),
     [
@@ -65,7 +72,7 @@ def test_texts_that_may_become_long_are_copied_while_they_grow() -> None:
 def test_what_grows_on_no_straight_line(
     tiny_llama: TinyLlama, attention: str, config: dict[str, Any], rows: int, prompt: int
 ) -> None:
-    llama = tiny_llama()
+    llama = tiny_llama(num_layers=1)
     llama.set_attn_implementation(attention)
     target = TargetModel(llama)
     model = MedusaModel(target, new_heads(target, HeadsConfig(**config)).eval(), tree="static:7")
@@ -74,10 +81,11 @@ def test_what_grows_on_no_straight_line(
     assert foretold.describe(rows, prompt, 24)["most"] == pytest.approx(seen, rel=CLOSE)
 
 
+@pytest.mark.usefixtures("short_texts")
 @pytest.mark.parametrize("limit", [24, 96])
 def test_a_target_that_reads_little(tiny_llama: TinyLlama, limit: int) -> None:
     options: dict[str, Any] = {"max_position_embeddings": limit}
-    target = TargetModel(tiny_llama(**options))
+    target = TargetModel(tiny_llama(num_layers=1, **options))
     heads = new_heads(target, HeadsConfig(num_heads=2)).eval()
     memory = Memory(MedusaModel(target, heads, tree="chain"))
     assert torch.isfinite(memory._curves_53).all()

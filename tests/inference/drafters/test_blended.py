@@ -73,7 +73,7 @@ def test_one_row_equals_generate(
     model: Any = tiny_llama().to(DEVICE)
     ids_BT = torch.randint(199, (1, 12), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     inputs = {"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT)}
-    inputs |= options | {"max_new_tokens": 90}
+    inputs |= options | {"max_new_tokens": 50}
     torch.manual_seed(7)
     expected_BT = model.generate(**inputs)
     planted = TreeSource(PlantedDrafter(expected_BT[:, 12:].tolist(), 199), prior_statistics(4))
@@ -87,7 +87,7 @@ def test_rows_of_a_batch_equal_generate(tiny_llama: TinyLlama, asked: list[int])
     ids_BT = torch.randint(3, 24, (4, 10), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     mask_BT = (torch.arange(10, device=DEVICE) >= torch.tensor([[0], [3], [7], [1]])).long()
     inputs = {"input_ids": ids_BT, "attention_mask": mask_BT, "do_sample": False}
-    inputs |= {"max_new_tokens": 80, "eos_token_id": 2, "pad_token_id": 0}
+    inputs |= {"max_new_tokens": 50, "eos_token_id": 2, "pad_token_id": 0}
     expected_BT = model.generate(**inputs)
     references = expected_BT[:, 10:].tolist()
     for drafter in (
@@ -103,7 +103,7 @@ def test_rows_of_a_batch_equal_generate(tiny_llama: TinyLlama, asked: list[int])
 def test_a_wrong_mask_is_caught(tiny_llama: TinyLlama) -> None:
     model: Any = tiny_llama(vocab_size=24).to(DEVICE)
     ids_BT = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]], device=DEVICE)
-    inputs = {"input_ids": ids_BT, "do_sample": False, "max_new_tokens": 60}
+    inputs = {"input_ids": ids_BT, "do_sample": False, "max_new_tokens": 40}
     expected_BT = model.generate(**inputs)
     for kind, same in ((BlendedDrafter, True), (Misremembering, False)):
         got_BT, _ = generate(model, blended(kind=kind), inputs)
@@ -123,7 +123,7 @@ def test_heads_that_are_asked_now_and_then_have_read_everything(
     ids_BT = torch.randint(199, (3, 9), generator=torch.Generator().manual_seed(5)).to(DEVICE)
     mask_BT = torch.ones_like(ids_BT)
     mask_BT[1, :4] = 0
-    options: dict[str, Any] = {"attention_mask": mask_BT, "max_new_tokens": 90, "do_sample": False}
+    options: dict[str, Any] = {"attention_mask": mask_BT, "max_new_tokens": 50, "do_sample": False}
     expected_BT = model.generate(ids_BT, **options, pad_token_id=0)
     references = expected_BT[:, 9:].tolist()
     options |= {"eos_token_id": references[2][40], "pad_token_id": 0}
@@ -145,7 +145,7 @@ def test_by_the_words_of_a_tree(tiny_llama: TinyLlama, tree: str) -> None:
     medusa = MedusaModel(model, random_heads(model), statistics=statistics, tree=tree)
     assert medusa.tree == tree
     ids_BT = torch.tensor([[5, 17, 3, 5, 17, 3, 5]], device=DEVICE)
-    options = {"max_new_tokens": 60, "do_sample": False}
+    options = {"max_new_tokens": 40, "do_sample": False}
     assert torch.equal(medusa.generate(ids_BT, **options), model.generate(ids_BT, **options))  # type: ignore[arg-type]
 
 

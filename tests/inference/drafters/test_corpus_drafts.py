@@ -31,7 +31,7 @@ from tests.inference.rereading import random_heads
 
 DRAFTERS = ("suffix", "auto", "lookahead+suffix", "early_exit+suffix")
 STEPS = {1: 1.0, 4: 1.02, 8: 1.05, 16: 1.1, 32: 1.3}
-NEW = 60
+NEW = 40
 
 
 @pytest.fixture(autouse=True)

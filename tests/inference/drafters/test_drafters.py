@@ -152,7 +152,7 @@ def test_text_is_the_targets_own(
     fixed: Any = {"deterministic": tree == "auto", "rng": "transformers"}
     model = MedusaModel(target, heads, tree=tree, **fixed)
     ids_BT = torch.randint(199, (1, 9), generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": do_sample, "pad_token_id": 0}
+    options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": do_sample, "pad_token_id": 0}
     torch.manual_seed(1)
     expected_BT = reference(target, input_ids=ids_BT, **options)
     torch.manual_seed(1)
@@ -170,7 +170,7 @@ def test_rows_of_a_padded_batch_are_the_targets_own(
     mask_BT = torch.ones_like(ids_BT)
     for row, padding in enumerate((0, 3, 5, 1)):
         mask_BT[row, :padding] = 0
-    options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     expected_BT = reference(target, input_ids=ids_BT, attention_mask=mask_BT, **options)
     got_BT: Any = model.generate(ids_BT, attention_mask=mask_BT, **options)
     assert torch.equal(got_BT, expected_BT)

@@ -136,17 +136,16 @@ def test_heads_beside_the_text(model: Any, kind: str) -> None:
     asking = with_heads(model, **KINDS[kind])
     medusa = MedusaModel(model, asking.heads, tree="auto", compile="steps", compile_backend="eager")
     asking = MedusaModel(model, asking.heads, tree="none")
-    for padding in ([0], [0, 4, 0]):
+    for padding, tree in (([0], "7+suffix"), ([0, 4, 0], "auto")):
         inputs: Any = padded(padding, 12)
         greedy = reference(model, do_sample=False, max_new_tokens=NEW, **inputs)
         torch.manual_seed(3)
         drawn: Any = asking.generate(**inputs, max_new_tokens=NEW, **SAMPLING)
-        for tree in ("auto", "7+suffix"):
-            medusa.use_tree(tree)
-            assert isinstance(medusa.drafter, MergedTrees)
-            for options, right in (({}, greedy), (SAMPLING, drawn)):
-                assert torch.equal(text(medusa, inputs, **options), right)
-                assert "step" in medusa.last_stats.seconds
+        medusa.use_tree(tree)
+        assert isinstance(medusa.drafter, MergedTrees)
+        for options, right in (({}, greedy), (SAMPLING, drawn)):
+            assert torch.equal(text(medusa, inputs, **options), right)
+            assert "step" in medusa.last_stats.seconds
 
 
 @pytest.mark.parametrize("drafter", ["auto", "suffix"])
@@ -155,12 +154,12 @@ def test_both_roads_accept_as_much(model: Any, drafter: str) -> None:
     asking = TrainingFreeModel(model, "suffix")
     for padding in ([0], [0, 4, 0]):
         inputs: Any = padded(padding, 12)
-        new = 3 * NEW
+        new = 2 * NEW
         greedy = reference(model, do_sample=False, max_new_tokens=new, **inputs)
         torch.manual_seed(3)
         drawn: Any = asking.generate(**inputs, max_new_tokens=new, **SAMPLING)
         accepted = []
-        for whole_steps in (True, False):
+        for whole_steps in (True, False) if padding == [0] else (True,):
             free = TrainingFreeModel(model, drafter, compile="steps", compile_backend="eager")
             free.target.whole_steps = whole_steps  # type: ignore[attr-defined]
             assert isinstance(free.drafter, MergedTrees)

@@ -69,7 +69,7 @@ def test_planted_drafts(
 ) -> None:
     inputs = padded(padding, 12)
     medusa.drafter = planted(model, inputs, truth)
-    for new in (NEW, NEW - 1, 2):  # the last token within a path
+    for new in (NEW - 1, 2, NEW) if len(truth) > 1 else (NEW,):  # the last token within a path
         expected = reference(model, do_sample=False, max_new_tokens=new, **inputs)
         assert torch.equal(text(medusa, inputs, max_new_tokens=new), expected)
         stats = medusa.last_stats
@@ -142,6 +142,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+TREES = ("chain", "7", "none", "dynamic:7")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_of_all_kinds(model: Any, kind: str) -> None:
     """Greedy text is that of generate(), and drawn text that of steps which ask the host."""
@@ -151,7 +154,7 @@ def test_heads_of_all_kinds(model: Any, kind: str) -> None:
     torch.manual_seed(3)
     expected_drawn: Any = asking.generate(**inputs, **drawn)  # type: ignore[arg-type]
     expected = reference(model, do_sample=False, max_new_tokens=NEW, **inputs)
-    for tree in ("chain", "7", "dynamic:7", "none"):
+    for tree in TREES if kind == "medusa" else TREES[list(KINDS).index(kind) % 2 :: 2]:
         medusa.use_tree(tree)
         assert torch.equal(text(medusa, inputs, max_new_tokens=NEW), expected), tree
         assert "step" in medusa.last_stats.seconds

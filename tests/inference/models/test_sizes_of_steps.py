@@ -79,6 +79,7 @@ def test_each_number_of_nodes_is_one_graph(tiny_llama: TinyLlama) -> None:
     model = tiny_llama(num_layers=1)
     model.generation_config.pad_token_id = 0
     auto = TrainingFreeModel(model, compile="steps", compile_backend="eager")
+    auto.drafter.sizes = auto.drafter.sizes[-2:]  # each is traced anew
     sizes = len(auto.drafter.sizes)
     assert sizes > 1 and graphs_of(auto, 2, 60) == (True, sizes, 0)
     inputs: Any = padded([3, 0], 12)

@@ -58,9 +58,9 @@ def test_equals_generate(model: Any, drafter: str, options: dict[str, Any]) -> N
     drafted = TrainingFreeModel(model, drafter, rng="transformers")
     for _ in range(2):  # what is recycled is carried from text to text
         torch.manual_seed(3)
-        expected_BT = reference(model, input_ids=ids_BT, max_new_tokens=70, **options)
+        expected_BT = reference(model, input_ids=ids_BT, max_new_tokens=40, **options)
         torch.manual_seed(3)
-        got_BT: Any = drafted.generate(ids_BT, max_new_tokens=70, **options)
+        got_BT: Any = drafted.generate(ids_BT, max_new_tokens=40, **options)
         assert torch.equal(got_BT, expected_BT)
     # This text hardly repeats itself, and layers of random weights cannot be left out.
     if drafter not in ("suffix", "early_exit"):
@@ -70,7 +70,7 @@ def test_equals_generate(model: Any, drafter: str, options: dict[str, Any]) -> N
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_rows_of_a_batch_equal_generate(model: Any, drafter: str) -> None:
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
-    options |= padded((0, 3, 7, 1, 5), 10) | {"max_new_tokens": 60}
+    options |= padded((0, 3, 7, 1, 5), 10) | {"max_new_tokens": 40}
     drafted = TrainingFreeModel(model, drafter)
     got_BT: Any = drafted.generate(**options)
     assert torch.equal(got_BT, reference(model, **options))
