@@ -23,7 +23,14 @@ ONCE = 5 + 3 + 1  # batches of both sets, and a token for the dtype
 KEPT = 9 * 20 - 6 + 6 * 20 + 3 * 20 + 2 * 29
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+# What these read of the target, others read as well.
+ALIKE = ("own matrices", "hydra", "corrected")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in SHAPES],
+)
 def test_weights_are_bitwise_the_same_and_the_target_does_not_run(shape: str, runs: Runs) -> None:
     runs.shape = SHAPES[shape]
     plain = runs("off")
@@ -47,7 +54,9 @@ def test_weights_are_bitwise_the_same_from_many_shards(
     assert len(runs.shards()) == 5 + 2
 
 
-@pytest.mark.parametrize("head_weights", ["decay", "acceptance"])
+@pytest.mark.parametrize(
+    "head_weights", [pytest.param("decay", marks=pytest.mark.slow), "acceptance"]
+)
 def test_the_target_teaches_from_the_cache(head_weights: Any, runs: Runs) -> None:
     runs.objective = LossConfig({"forward_kl": 1.0, "acceptance": 0.5}, head_weights=head_weights)
     plain = runs("off")
@@ -76,7 +85,7 @@ def test_a_bf16_target_is_kept_in_bf16(runs: Runs) -> None:
     assert 0 < size - KEPT * 16 * 2 < 1024  # a header for each shard, 20 bytes for each row
 
 
-@pytest.mark.parametrize("shape", ["medusa", "features"])
+@pytest.mark.parametrize("shape", [pytest.param("medusa", marks=pytest.mark.slow), "features"])
 def test_fp8_takes_a_byte_and_changes_the_loss_little(shape: str, runs: Runs) -> None:
     runs.shape = SHAPES[shape]
     layers = 1 + len(runs.shape.features or ())
