@@ -54,7 +54,7 @@ def own_text(target: TargetModel, path: Path) -> Path:
 def flags(target: Path, corpus: Path, output: Path, *more: str) -> list[str]:
     given = ["--mtp", "--model_name_or_path", str(target), "--dataset", str(corpus)]
     given += ["--output_dir", str(output), "--max_length", "32", "--eval_rows", "8"]
-    given += ["--max_steps", "40", "--save_steps", "40", "--learning_rate", "1e-2"]
+    given += ["--max_steps", "32", "--save_steps", "32", "--learning_rate", "1e-2"]
     given += ["--loss", "forward_kl"]
     given += ["--training_args", '{"use_cpu": true, "disable_tqdm": true}']
     return [*given, *more]

@@ -115,7 +115,7 @@ def test_the_likeliest_nodes_are_the_best_tree_of_their_number(
         assert paths(tree, row) == paths(own, row)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(
     chances=st.lists(
         st.sampled_from([0.0, -1e-8, -1e-7, -3e-6, -0.3, -40.0, NEVER]), min_size=12, max_size=12

@@ -22,12 +22,13 @@ LEAST = Amounts(rows=16, prompts=1)
 
 
 @pytest.fixture
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+def small(short_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
     """The demo's recipe, cut to seconds; nothing is compiled, and pictures are empty files."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("medusa_heads.inference.bench.report.draw", lambda *to: to[-1].touch())
     settings = yaml.safe_load(Path("configs/demo.yaml").read_text())
     settings |= {"num_eval_prompts": 4, "continuation_length": 12, "prompt_length": 16}
+    settings["model_name_or_path"] = str(short_demo)
     settings |= {"num_train_epochs": 1, "generation_workers": 1, "generation_batch_size": 16}
     config = tmp_path / "small.yaml"
     config.write_text(yaml.safe_dump(settings))

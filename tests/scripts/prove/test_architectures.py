@@ -16,13 +16,14 @@ VERDICTS = {
     "recurrent_gemma": "refused",
     "lfm2": "exact recurrent",  # a hybrid of convolutions and attention
 }
-TOKENS = {"llama": 9 * 40, "deepseek_v32": 9 * 40, "bloom": 2 * 40, "lfm2": 2 * 40}
+NEW = 24
+TOKENS = {"llama": 9 * NEW, "deepseek_v32": 9 * NEW, "bloom": 2 * NEW, "lfm2": 2 * NEW}
 
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("matrix")
-    sweep(folder, "--types", *VERDICTS, "--new_tokens", "40")
+    sweep(folder, "--types", *VERDICTS, "--new_tokens", str(NEW))
     return folder
 
 
@@ -44,9 +45,9 @@ def test_table(swept: Path) -> None:
     assert "Of 5 types" in page
     assert "- 1 refused" in page and "- 1 exact recurrent" in page and "- 0 MISMATCH" in page
     assert f"{sum(TOKENS.values())} tokens" in page and "; 0 differed" in page
-    assert "| llama | 2022 | rows | exact tree | 360 |" in page
-    assert "| deepseek_v32 | 2025 | rows, index | exact tree | 360 |" in page
-    assert "| lfm2 | 2025 | rows, state | exact recurrent | 80 |" in page
+    assert "| llama | 2022 | rows | exact tree | 216 |" in page
+    assert "| deepseek_v32 | 2025 | rows, index | exact tree | 216 |" in page
+    assert "| lfm2 | 2025 | rows, state | exact recurrent | 48 |" in page
     assert "types of" in page and "decode exactly" in page
     assert not list(swept.glob("*.partial"))
 

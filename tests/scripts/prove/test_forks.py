@@ -16,7 +16,7 @@ def test_threads_that_compute_first_at_once() -> None:
     make_forks_safe()
     torch.set_num_threads(torch.get_num_threads())  # which makes the pool that a fork loses
     numbers_N = torch.ones(200_000)
-    for _ in range(40):  # without settling every third to sixth fails
+    for _ in range(25):  # without settling every third to sixth fails
         process = os.fork()
         if process == 0:
             code = 1
