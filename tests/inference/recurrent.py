@@ -53,7 +53,10 @@ def short_target(kind: str) -> TargetModel:
     config.num_hidden_layers = 2
     if kind != "falcon_h1":  # each of whose layers has both
         config.layer_types = config.layer_types[:2]
-    view = TargetModel(random_weights(AutoModelForCausalLM.from_config(config), (0.15, 0.15)))
+    with torch.random.fork_rng():  # vectors are as the model makes them
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+    view = TargetModel(random_weights(model, (0.15, 0.15)))
     view.freeze()
     view.model.generation_config.eos_token_id = None
     view.model.generation_config.pad_token_id = 0

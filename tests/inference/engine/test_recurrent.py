@@ -99,7 +99,7 @@ def test_a_state_that_is_not_put_back_is_noticed_in_the_text(
     fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative controls of the tests above."""
-    target, inputs = short_target("qwen3_next"), prompt()
+    target, inputs = tiny_target("qwen3_next"), prompt()
     expected = written(target.model, inputs)
     capability(target)
     fault(monkeypatch)
@@ -217,7 +217,7 @@ def test_the_states_of_a_row_that_are_not_its_own_are_noticed(
     fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative controls: in the text, and by the gate."""
-    target, inputs = short_target("qwen3_next"), padded((0, 3), 24)
+    target, inputs = tiny_target("qwen3_next"), padded((0, 3), 24)
     expected = written(target.model, inputs, **SHORT)
     check_batch(target, [0, 3])
     fault(monkeypatch)

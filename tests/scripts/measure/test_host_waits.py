@@ -72,6 +72,7 @@ def test_the_loop_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
     assert [float(each) for each in greedy.replace("│", " ").split()[3:]] == [1, 0, 0, 0]
 
 
+@pytest.mark.slow
 def test_the_host_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--checkpoint", "assets/demo-heads", "--trees", "chain:2", "--new_tokens", "6"]
     assert main([*flags, "--batch_sizes", "1", "--seconds"]) == 0
