@@ -168,7 +168,8 @@ def take_step(
     with stats.phase("cache"):
         state.keep(paths)
         finish_step(state, paths, hidden_BND, stats)
-    if stats.forwards > _WARM_UP and drafted is not None and state.room is None:
+    usual = stats.forwards > _WARM_UP and not target.looks
+    if usual and drafted is not None and state.room is None:
         seconds = time.perf_counter() - started
         if logits_BNV.device.type == "cpu":  # elsewhere the walk also waits for the target
             # What every token takes is no reason to commit fewer of them.

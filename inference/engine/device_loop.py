@@ -104,11 +104,11 @@ class DeviceLoop:
                 again: dict[Any, Callable[[], object] | None] = {}
                 while reading.goes_on(buckets):
                     size = None if buckets is None else buckets.next()
-                    reading.sizes.append(size)
                     nodes = drafter.num_nodes if size is None else size + 1
                     width = on_device.width(nodes, reading.again)
                     with cache.tree_slots(None, width, on_device.roots_B.device):
-                        self._take_step(target, drafter, on_device, levels, size, again)
+                        usual = self._take_step(target, drafter, on_device, levels, size, again)
+                    reading.sizes.append(size if usual else None)
                 state.lengths = on_device.end()
         except UnsupportedArchitecture as error:
             if int(on_device.forwards):  # what a step has done is wrong
@@ -145,19 +145,21 @@ class DeviceLoop:
         levels: int,
         size: int | None,
         again: dict[Any, Callable[[], object] | None],
-    ) -> None:
+    ) -> bool:
+        """Returns whether it took as long as usual: no graph was made, or looked at."""
         if not target.compiles:
             _step(target, drafter, state, levels, size)
-            return
+            return True
         graph = size, len(state.cache.slots_N)
         with state.compared(target, drafter):
             if (step := again.get(graph)) is not None:
                 target.begin_step()
                 step()
-                return
+                return True
             with noted() as calls:
                 target.run(self._compiled, target, drafter, state, levels, size)
             again[graph] = calls[0].whole() if len(calls) == 1 else None
+        return False
 
     def _buckets_of(
         self, drafter: Drafter, state: DeviceState, rule: SampleThenMatch
@@ -176,7 +178,8 @@ class Reading:
     """The figures of steps, those of the last one, or on some devices of the one before it.
 
     Attributes:
-        sizes: drafted nodes of the steps whose figures are still to be read.
+        sizes: drafted nodes of the steps whose figures are still to be read; None of one that says
+            nothing of its seconds.
         again: see Figures; None where it is not known in time.
     """
 

@@ -63,7 +63,7 @@ class CompiledTarget(TargetModel):
         check_layers(model, features)
         self.features, self._backend = features, backend
         self.whole_steps = whole_steps
-        self._replayed = self.device.type == "cuda" and backend == "inductor"  # its CUDA graphs
+        self._on_gpu = self.device.type == "cuda"
         self._views: dict[tuple[int, ...], CompiledTarget] = {}
         self._caches: dict[tuple[int, int], StaticRowCache] = {}
         self._compared: set[tuple[int | None, ...]] = set()  # graphs: rows, tokens, capacity
@@ -80,7 +80,7 @@ class CompiledTarget(TargetModel):
 
     def in_one_graph(self, function: Callable[..., Made]) -> Callable[..., Made]:
         """The function, compiled; to be called by `run`."""
-        backend = NotingBackend(self._backend, "reduce-overhead" if self._replayed else None)
+        backend = NotingBackend(self._backend, "reduce-overhead" if self._on_gpu else None)
         compiled: Callable[..., Made] = torch.compile(
             function, fullgraph=True, dynamic=False, backend=backend
         )
@@ -88,7 +88,7 @@ class CompiledTarget(TargetModel):
 
     def begin_step(self) -> None:
         """What graphs of the step before put out is not looked at any more."""
-        if self._replayed:
+        if self._on_gpu:
             torch.compiler.cudagraph_mark_step_begin()
 
     def run(self, compiled: Callable[..., Made], *args: Any, **kwargs: Any) -> Made:
@@ -155,11 +155,11 @@ class CompiledTarget(TargetModel):
             # read those of several steps at once.
             return read.wide() if self.features else read.hidden_BTD.clone()
 
-        before, captured.wanted, self._calls = (captured.wanted, self._calls), True, {}
+        wanted, captured.wanted, self._calls = captured.wanted, True, {}
         try:
             yield wide
         finally:
-            captured.wanted, self._calls = before
+            captured.wanted, self._calls = wanted, None
             captured.clear()
 
     @staticmethod
@@ -236,15 +236,18 @@ class CompiledTarget(TargetModel):
 
     def _run_within_text(self, calls: dict[Any, Any], inputs: dict[str, Any]) -> Tensor:
         masks, captured = inputs["attention_mask"], self._captured
-        masks = masks if isinstance(masks, dict) else {"": masks}
+        masks = masks.values() if isinstance(masks, dict) else [masks]
         given = [inputs["input_ids"], inputs["position_ids"]]
-        given += {id(each): each for each in masks.values()}.values()
+        given += {id(each): each for each in masks if each is not None}.values()
         key = inputs["past_key_values"], *map(look, given)
-        if (call := calls.get(key)) is not None:
+        call = calls.get(key)
+        self.looks = call is None
+        if call is not None:
             self.begin_step()
             logits_BNV, *read = call(given)
             captured.put(self.features, read)
             return logits_BNV
+        captured.clear()  # or the first graph of a text would be another one than later ones
         with noted() as made:
             logits_BNV = self.run(self._forward, **inputs).logits
         if len(made) == 1:

@@ -12,7 +12,6 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,24 +76,33 @@ def noted() -> Iterator[list[Call]]:
         _NOTED.reset(token)
 
 
-@dataclass(frozen=True)
 class NotingBackend:
-    """A backend of torch.compile, by name or itself, whose graphs' calls can be `noted`.
+    """A backend of torch.compile, whose graphs' calls can be `noted`.
 
-    Attributes:
+    Args:
+        backend: its name, or itself. Raises InvalidBackend: there is none of this name.
         mode: of torch.compile, for Inductor.
     """
 
-    backend: str | Callable[..., Any]
-    mode: str | None = None
+    def __init__(self, backend: str | Callable[..., Any], mode: str | None = None) -> None:
+        self._key = backend, mode
+        self._inner: Any = backend
+        if backend == "inductor":  # as torch.compile takes it
+            self._inner = torch._TorchCompileInductorWrapper(mode, None, False)
+        elif isinstance(backend, str):
+            self._inner = torch._dynamo.lookup_backend(backend)
+        # By which messages name it, and torch knows its own backends.
+        self.__name__ = str(backend if isinstance(backend, str) else _name(backend))
+
+    def __eq__(self, other: object) -> bool:  # targets of one model share graphs
+        return isinstance(other, NotingBackend) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self.__name__)
 
     def __call__(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The graph, compiled."""
-        backend: Any = self.backend
-        if isinstance(backend, str):
-            backend = torch._dynamo.lookup_backend(backend)
-        patches = torch._inductor.list_mode_options(self.mode) if self.mode else None
-        graph = backend(module, inputs, **({"config_patches": patches} if patches else {}))
+        graph = self._inner(module, inputs)
 
         def call(*given: Any) -> Any:
             outputs = graph(*given)
@@ -105,11 +113,13 @@ class NotingBackend:
         return call
 
     def reset(self) -> None:
-        """As torch.compiler.reset() asks of every backend: let go of the CUDA graphs."""
-        if self.mode:
-            from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+        """As torch.compiler.reset() asks of every backend."""
+        if reset := getattr(self._inner, "reset", None):
+            reset()
 
-            reset_cudagraph_trees()
+
+def _name(backend: Any) -> Any:
+    return getattr(backend, "__name__", backend)
 
 
 def no_graph() -> tuple[type[Exception], ...]:

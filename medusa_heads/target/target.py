@@ -46,12 +46,15 @@ class TargetModel(HiddenReader):
     Attributes:
         model: the causal LM.
         packs: whether it reads few tokens by packed matrices, on a CPU that is faster so.
+        looks: whether the last read was the first of its shape in a text that is compiled, which
+            took longer than others: what its graph was made for was looked at.
 
     Raises:
         ValueError: the model has no lm_head, or its peft adapter adds prompt tokens.
     """
 
     packs = True
+    looks = False
 
     def __init__(self, model: PreTrainedModel) -> None:
         model = without_adapter_wrapper(model)

@@ -18,6 +18,7 @@ from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.graphs import NotingBackend, look, noted
 from tests.conftest import TinyLlama
 from tests.inference.on_device import with_heads
+from tests.inference.recurrent import prompt, tiny_target, written
 
 IDS = torch.arange(1, 13)[None]
 OPTIONS: Any = {"do_sample": False, "attention_mask": torch.ones_like(IDS), "max_new_tokens": 40}
@@ -78,6 +79,46 @@ def test_what_a_graph_knows_of_a_tensor() -> None:
         others = [torch.ones(3, 4)]
     for other in (*others, x.T, x[:, :3], x.double(), torch.ones(4, 3).T):
         assert look(other) != look(x)
+
+
+def test_a_backend_is_known_by_its_name() -> None:
+    assert NotingBackend("eager") == NotingBackend("eager") != NotingBackend("aot_eager")
+    assert NotingBackend("eager").__name__ == "eager"
+    with pytest.raises(torch._dynamo.exc.InvalidBackend, match="nonsense"):
+        NotingBackend("nonsense")
+
+
+def test_a_backend_of_ones_own_is_reset() -> None:
+    class Backend:
+        resets = 0
+
+        def __call__(self, module: Any, _: Any) -> Any:
+            return module.forward
+
+        def reset(self) -> None:
+            self.resets += 1
+
+    backend = Backend()
+    compiled(lambda x: x + 1, backend)(torch.ones(3))
+    torch.compiler.reset()
+    assert backend.resets == 1
+
+
+def test_weights_may_be_swapped_behind_a_text(tiny_llama: TinyLlama) -> None:
+    model: Any = tiny_llama(num_layers=1)
+    TrainingFreeModel(model, "recycling:3", compile=True, compile_backend="eager").generate(
+        IDS, **OPTIONS
+    )
+    weight = model.lm_head.weight
+    torch.utils.swap_tensors(weight, nn.Parameter(weight.detach().clone(), requires_grad=False))
+
+
+@pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
+def test_layers_that_take_no_mask() -> None:
+    target = tiny_target("lfm3")
+    medusa: Any = TrainingFreeModel(target.model, "suffix", compile=True, compile_backend="eager")
+    inputs = prompt(12)
+    assert torch.equal(written(medusa, inputs), written(target.model, inputs))
 
 
 def test_nothing_is_noted_outside() -> None:
