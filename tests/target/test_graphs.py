@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import CONFIG_MAPPING
 
 from medusa_heads import MedusaHeads, MedusaModel
 from medusa_heads.heads import HeadsConfig
@@ -105,6 +106,12 @@ def test_a_backend_of_ones_own_is_reset() -> None:
 
 
 def test_weights_may_be_swapped_behind_a_text(tiny_llama: TinyLlama) -> None:
+    linear = nn.Linear(2, 2, bias=False)
+    torch.compile(linear.forward, backend="eager")(torch.ones(1, 2))
+    try:
+        torch.utils.swap_tensors(linear.weight, nn.Parameter(torch.ones(2, 2)))
+    except RuntimeError:
+        pytest.skip("this torch keeps hold of all weights that it has compiled with")
     model: Any = tiny_llama(num_layers=1)
     TrainingFreeModel(model, "recycling:3", compile=True, compile_backend="eager").generate(
         IDS, **OPTIONS
@@ -113,6 +120,7 @@ def test_weights_may_be_swapped_behind_a_text(tiny_llama: TinyLlama) -> None:
     torch.utils.swap_tensors(weight, nn.Parameter(weight.detach().clone(), requires_grad=False))
 
 
+@pytest.mark.skipif("lfm3" not in CONFIG_MAPPING, reason="transformers before 5.20 has no LFM3")
 @pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
 def test_layers_that_take_no_mask() -> None:
     target = tiny_target("lfm3")
