@@ -101,14 +101,20 @@ class DeviceLoop:
         try:
             with stats.phase("step"), time_steps_of_one_token(target.model):
                 reading = Reading(on_device.figures)
-                again: dict[Any, Callable[[], object] | None] = {}
+                again: dict[Any, Callable[[], object]] = {}  # by graph
                 while reading.goes_on(buckets):
                     size = None if buckets is None else buckets.next()
                     nodes = drafter.num_nodes if size is None else size + 1
-                    width = on_device.width(nodes, reading.again)
-                    with cache.tree_slots(None, width, on_device.roots_B.device):
-                        usual = self._take_step(target, drafter, on_device, levels, size, again)
-                    reading.sizes.append(size if usual else None)
+                    graph = size, on_device.width(nodes, reading.again)
+                    if usual := graph in again:
+                        target.begin_step()
+                        again[graph]()
+                    else:
+                        with cache.tree_slots(None, graph[1], on_device.roots_B.device):
+                            step = self._first_step(target, drafter, on_device, levels, size)
+                        if step is not None:
+                            again[graph] = step
+                    reading.sizes.append(size if usual or not target.compiles else None)
                 state.lengths = on_device.end()
         except UnsupportedArchitecture as error:
             if int(on_device.forwards):  # what a step has done is wrong
@@ -137,29 +143,22 @@ class DeviceLoop:
             states[shape] = RecurrentDeviceState(*like, again) if recurrent else DeviceState(*like)
         return states[shape]
 
-    def _take_step(
+    def _first_step(
         self,
         target: CompiledTarget,
         drafter: Drafter,
         state: DeviceState,
         levels: int,
         size: int | None,
-        again: dict[Any, Callable[[], object] | None],
-    ) -> bool:
-        """Returns whether it took as long as usual: no graph was made, or looked at."""
+    ) -> Callable[[], object] | None:
+        """Take a step that is the first of its graph in a text; returns what takes it again."""
         if not target.compiles:
             _step(target, drafter, state, levels, size)
-            return True
-        graph = size, len(state.cache.slots_N)
-        with state.compared(target, drafter):
-            if (step := again.get(graph)) is not None:
-                target.begin_step()
-                step()
-                return True
-            with noted() as calls:
-                target.run(self._compiled, target, drafter, state, levels, size)
-            again[graph] = calls[0].whole() if len(calls) == 1 else None
-        return False
+            return None
+        with state.compared(target, drafter), noted() as calls:
+            target.run(self._compiled, target, drafter, state, levels, size)
+        # What is still to be compared is not taken again as it was.
+        return calls[0].whole() if len(calls) == 1 and state.is_compared(drafter) else None
 
     def _buckets_of(
         self, drafter: Drafter, state: DeviceState, rule: SampleThenMatch

@@ -118,6 +118,12 @@ class RecurrentDeviceState(DeviceState):
         to_BT = held_B[:, None] + columns_T
         self.cache.move_rows((held_B.amax() + columns_T).where(kept_B[:, None], to_BT), to_BT)
 
+    def _graph(self) -> tuple[Any, ...]:
+        return len(self.cache.slots_N), self.drawing, *map(type, self.processors)
+
+    def is_compared(self, drafter: Drafter) -> bool:
+        return self._compared.setdefault(drafter, Counter())[self._graph()] == _COMPARED
+
     def end(self) -> list[int]:
         self.cache.settle(self.kept_B)
         self.cache.move_on()
@@ -125,12 +131,10 @@ class RecurrentDeviceState(DeviceState):
 
     @contextmanager
     def compared(self, target: CompiledTarget, drafter: Drafter) -> Iterator[None]:
-        width = len(self.cache.slots_N)
-        graph = (width, self.drawing, *map(type, self.processors))
-        compared = self._compared.setdefault(drafter, Counter())
-        if compared[graph] == _COMPARED:
+        if self.is_compared(drafter):
             yield
             return
+        width, compared, graph = len(self.cache.slots_N), self._compared[drafter], self._graph()
         before, held_B = self.cache.settled(self.kept_B), self.held_B.clone()
         # The same, as a step finds it that puts all states back, and then one that puts none back.
         kept = compared[graph] > 0

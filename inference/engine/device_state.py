@@ -238,6 +238,10 @@ class DeviceState(DecodingState):
         first of its graph, and leaves other states than the model's own forward."""
         return nullcontext()
 
+    def is_compared(self, drafter: Drafter) -> bool:
+        """Whether steps of this graph have been compared as often as they are."""
+        return True
+
     def end(self) -> list[int]:
         """The text is over: how many tokens of each row the cache holds."""
         lengths: list[int] = self.held_B.tolist()
