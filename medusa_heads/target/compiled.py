@@ -230,6 +230,7 @@ class CompiledTarget(TargetModel):
         inputs = explicit_inputs(self, tokens_BN, cache, mask)
         with cache.tree_slots(first, nodes, tokens_BN.device):
             if self._calls is None or not self.compiles:
+                self.looks = False
                 logits_BNV: Tensor = self.run(self._forward, **inputs).logits
                 return logits_BNV
             return self._run_within_text(self._calls, inputs)

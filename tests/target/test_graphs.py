@@ -129,6 +129,18 @@ def test_layers_that_take_no_mask() -> None:
     assert torch.equal(written(medusa, inputs), written(target.model, inputs))
 
 
+@pytest.mark.filterwarnings("ignore:decoding goes on without torch.compile")
+def test_without_a_compiler_steps_are_usual_ones(tiny_llama: TinyLlama) -> None:
+    """And so something is learnt of their seconds."""
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    target = CompiledTarget(tiny_llama(num_layers=1), broken)
+    TrainingFreeModel(target, "recycling:3").generate(IDS, **OPTIONS)
+    assert not target.compiles and not target.looks
+
+
 def test_nothing_is_noted_outside() -> None:
     step = compiled(lambda x: x + 1)
     with noted() as calls:
