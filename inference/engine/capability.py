@@ -48,8 +48,9 @@ def capability(target: TargetModel) -> Capability:
     """
     known = _known.setdefault(target.model, {})
     if type(target) not in known:
-        with _trying(target, "several new tokens over a cache"):
-            known[type(target)] = _examine(target)
+        own = target.without_packed()  # packing is not for all, and proved by itself
+        with _trying(own, "several new tokens over a cache"):
+            known[type(target)] = _examine(own)
     return known[type(target)]
 
 

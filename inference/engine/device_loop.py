@@ -110,7 +110,8 @@ class DeviceLoop:
                         target.begin_step()
                         again[graph]()
                     else:
-                        with cache.tree_slots(None, graph[1], on_device.roots_B.device):
+                        few = target.packed_for(graph[1] * len(on_device.roots_B))
+                        with cache.tree_slots(None, graph[1], on_device.roots_B.device), few:
                             step = self._first_step(target, drafter, on_device, levels, size)
                         if step is not None:
                             again[graph] = step

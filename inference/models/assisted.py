@@ -108,8 +108,7 @@ class AssistedModel(ABC):
                 "load it on one device, without device_map",
             )
         self._lock = Lock()
-        # Of the model's own matrices: packing is not for all, and proved by itself.
-        self._chain_only = capability(self.target.without_packed()) != "tree"
+        self._chain_only = capability(self.target) != "tree"
         self.acceptance, self.rng = acceptance, rng
         self.acceptance_settings = dict(acceptance_settings or {})
         self.last_stats = GenerationStats()

@@ -1,7 +1,9 @@
-"""Products of matrices by other kernels than torch's usual one: in eight bits, for drafts; and by
-oneDNN's, of a matrix that was rearranged once, where the usual one rearranges it for every call.
+"""Other ways to torch's kernels than the usual ones: products in eight bits, for drafts; products
+by oneDNN's, of a matrix that was rearranged once, where the usual one rearranges it for every call;
+and attention that reads no more of a cache than is in use.
 
-Shapes: N rows of D inputs each, O outputs.
+Shapes: N rows of D inputs each, O outputs; of attention B batch, H query heads, G heads of keys, N
+queries, S slots, X and Y widths of keys and values.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ _KNOWN = ("x86_64", "AMD64")
 _MOST_INPUT = 127  # of a row in eight bits
 _PACKED_FOR = 16  # rows that the order of a packed matrix suits; of other numbers it is as right
 _PACKABLE = (torch.float32, torch.bfloat16)
+_SLOTS = 64  # of a cache that attention reads or leaves out together
 
 
 def int8_product(x_ND: Tensor, int8_OD: Tensor) -> Tensor:
@@ -55,3 +58,41 @@ def has_packed_products(dtype: torch.dtype) -> bool:
     except RuntimeError:  # oneDNN has no bf16 on some processors
         return False
     return True
+
+
+def attention_in_use(
+    query_BHNX: Tensor, key_BGSX: Tensor, value_BGSY: Tensor, mask_B1NS: Tensor, scale: float | None
+) -> Tensor:
+    """Attention of N queries over a cache of S slots, of which only the first so many are read that
+    any query sees; [B, N, H, Y], contiguous. The mask is one of numbers.
+
+    The queries of heads that share keys are further tokens of one head, so that keys are read once.
+    """
+    batch, heads, tokens, width = query_BHNX.shape
+    shared = key_BGSX.shape[1]
+    mask_B1NS = mask_B1NS[..., : _in_use(mask_B1NS)]
+    used = mask_B1NS.shape[-1]
+    if mask_B1NS.shape[2] > 1:
+        mask_B1NS = mask_B1NS.repeat(1, 1, heads // shared, 1)
+    attended_BGMY = torch.nn.functional.scaled_dot_product_attention(
+        query_BHNX.reshape(batch, shared, -1, width),
+        key_BGSX[:, :, :used],
+        value_BGSY[:, :, :used],
+        attn_mask=mask_B1NS,
+        scale=scale,
+    )
+    attended_BHNY = attended_BGMY.reshape(batch, heads, tokens, -1)
+    return attended_BHNY.transpose(1, 2).contiguous()
+
+
+def _in_use(mask_B1NS: Tensor) -> int:
+    """How many of the first slots hold all that is seen, to the next full _SLOTS."""
+    slots, hidden = mask_B1NS.shape[-1], torch.finfo(mask_B1NS.dtype).min
+    low, high = 1, -(-slots // _SLOTS)
+    while low < high:
+        middle = (low + high) // 2
+        if mask_B1NS[..., middle * _SLOTS :].max().item() > hidden:
+            low = middle + 1
+        else:
+            high = middle
+    return min(low * _SLOTS, slots)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.machine.kernels import attention_in_use
 
 SUPPORTED_ATTENTION = ("sdpa", "eager")
 _ACTIVE: ContextVar[TreeMask | None] = ContextVar("tree_mask", default=None)
@@ -207,7 +208,13 @@ def _folded(attend: Callable[..., Any]) -> Callable[..., Any]:
         else:
             folds = attention_mask.shape[1:-1] in ((1, 1), (1, tokens), (heads, tokens))
         others = any(kwargs.get(name) is not None for name in _OF_OTHER_KERNELS)
-        if not _reads_tree() or groups == 1 or not folds or others:
+        folds &= _reads_tree() and not others
+        if folds and not dropout and _is_for_all(attention_mask, query):
+            attended_BNHY: Tensor = torch.ops.medusa_heads.attention(
+                query, key, value, attention_mask, scaling
+            )
+            return attended_BNHY, None
+        if groups == 1 or not folds:
             return attend(
                 module, query, key, value, attention_mask, dropout, scaling=scaling, **kwargs
             )
@@ -224,6 +231,25 @@ def _folded(attend: Callable[..., Any]) -> Callable[..., Any]:
         return by_group.permute(0, 3, 1, 2, 4).reshape(batch, tokens, heads, -1).contiguous(), None
 
     return forward
+
+
+def _is_for_all(mask_B1NS: Tensor | None, query: Tensor) -> bool:
+    """Whether this is the mask, the same for all heads, of a graph over a fixed cache on a CPU."""
+    if mask_B1NS is None or not torch.compiler.is_compiling() or query.device.type != "cpu":
+        return False
+    return mask_B1NS.shape[1] == 1 and mask_B1NS.dtype == query.dtype
+
+
+def _attention_shape(query_BHNX: Tensor, _: Tensor, value_BGSY: Tensor, *others: object) -> Tensor:
+    batch, heads, tokens, _width = query_BHNX.shape
+    return query_BHNX.new_empty(batch, tokens, heads, value_BGSY.shape[-1])
+
+
+# How much of a cache is in use no graph knows, and hands all of it on.
+_library = torch.library.Library("medusa_heads", "FRAGMENT")
+_library.define("attention(Tensor q, Tensor k, Tensor v, Tensor mask, float? scale) -> Tensor")
+_library.impl("attention", attention_in_use, "CPU")
+_library.impl("attention", _attention_shape, "Meta")
 
 
 def _for_groups(mask: Tensor | None, groups: int) -> Tensor | None:

@@ -50,8 +50,6 @@ class CompiledTarget(TargetModel):
         whole_steps: whether steps of decoding are graphs as a whole, where they can be.
     """
 
-    packs = False  # no graph knows packed matrices
-
     def __init__(
         self,
         model: PreTrainedModel,
@@ -130,10 +128,18 @@ class CompiledTarget(TargetModel):
 
     def _view(self, features: tuple[int, ...]) -> CompiledTarget:
         if features not in self._views:  # which share their graphs
-            self._views[features] = CompiledTarget(
-                self.model, self._backend, features, self.whole_steps
-            )
+            self._views[features] = self._another(features, self.packs)
         return self._views[features]
+
+    def without_packed(self) -> CompiledTarget:
+        """See TargetModel."""
+        return self._another(self.features, packs=False) if self.packs else self
+
+    def _another(self, features: tuple[int, ...], packs: bool) -> CompiledTarget:
+        """A view with hooks of its own, which end with it."""
+        view = CompiledTarget(self.model, self._backend, features, self.whole_steps)
+        view.packs = packs
+        return view
 
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
@@ -231,9 +237,14 @@ class CompiledTarget(TargetModel):
         with cache.tree_slots(first, nodes, tokens_BN.device):
             if self._calls is None or not self.compiles:
                 self.looks = False
-                logits_BNV: Tensor = self.run(self._forward, **inputs).logits
-                return logits_BNV
+                return self._checked(inputs)
             return self._run_within_text(self._calls, inputs)
+
+    def _checked(self, inputs: dict[str, Any]) -> Tensor:
+        """The logits, through a graph that is looked for by all that it was made for."""
+        with self.packed_for(inputs["input_ids"].numel()):
+            logits_BNV: Tensor = self.run(self._forward, **inputs).logits
+        return logits_BNV
 
     def _run_within_text(self, calls: dict[Any, Any], inputs: dict[str, Any]) -> Tensor:
         masks, captured = inputs["attention_mask"], self._captured
@@ -250,7 +261,7 @@ class CompiledTarget(TargetModel):
             return logits_BNV
         captured.clear()  # or the first graph of a text would be another one than later ones
         with noted() as made:
-            logits_BNV = self.run(self._forward, **inputs).logits
+            logits_BNV = self._checked(inputs)
         if len(made) == 1:
             results = [logits_BNV, *captured.tensors(self.features)]
             calls[key] = made[0].between(given, results)

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ _MEASURED = 2  # kinds of matrices, the heaviest; the others follow the first
 
 _Kind: TypeAlias = tuple[torch.dtype, int, int]  # with outputs and inputs
 _known: Any = WeakKeyDictionary()  # by model
+_placed: WeakValueDictionary[int, _Packed] = WeakValueDictionary()  # by where a layer's weights lie
 
 
 class _Packed:
@@ -58,6 +59,7 @@ class _Packed:
         # Fused optimisers, and whoever writes to `.data`, leave no trace in a version. In float32,
         # where a product rounds no more than the layer's own: half precision would hide a change.
         weight_OD: Any = self._own().weight.detach()
+        _placed[weight_OD.data_ptr()] = self
         ramp_D = torch.linspace(1.0, 2.0, weight_OD.shape[1], dtype=torch.float32, device="cpu")
         pieces = weight_OD.split(max(_AT_ONCE // len(ramp_D), 1))
         sums_O = torch.cat([piece.float() @ ramp_D for piece in pieces])
@@ -73,23 +75,49 @@ class _Packed:
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., O), as the layer's own forward, which any thread may ask for."""
-        layer, matrix = self._own(), self._matrix
+        layer = self._own()
         weight_OD, bias_O = layer.weight, layer.bias
         if (
-            matrix is None
-            or torch.compiler.is_compiling()
-            or torch.is_grad_enabled()
+            torch.is_grad_enabled()
             or torch.is_autocast_enabled("cpu")
             or x.dtype != weight_OD.dtype
             or x.numel() // x.shape[-1] not in ROWS
         ):
             return linear(x, weight_OD, bias_O)
-        return packed_product(x, matrix, None if bias_O is None else bias_O.contiguous())
+        if torch.compiler.is_compiling():  # no graph knows how a packed matrix lies
+            product: Tensor = torch.ops.medusa_heads.linear(x, weight_OD, bias_O)
+            return product
+        return self.product(x, weight_OD, bias_O)
+
+    def product(self, x: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
+        """`linear` by the packed matrix, where there is a right one."""
+        if self._matrix is None or self._dtype != x.dtype:
+            return linear(x, weight_OD, bias_O)
+        return packed_product(x, self._matrix, None if bias_O is None else bias_O.contiguous())
+
+    def is_of(self, weight_OD: Tensor) -> bool:
+        """Whether these are the weights of its layer."""
+        layer = self._layer()
+        return layer is not None and layer.weight.data_ptr() == weight_OD.data_ptr()
 
     def _own(self) -> nn.Linear:
         layer = self._layer()
         assert layer is not None
         return layer
+
+
+def _linear(x: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
+    """What a graph calls in a layer's place, which is given the layer's own weights."""
+    packed = _placed.get(weight_OD.data_ptr())
+    if packed is None or not packed.is_of(weight_OD):
+        return linear(x, weight_OD, bias_O)
+    return packed.product(x, weight_OD, bias_O)
+
+
+_library = torch.library.Library("medusa_heads", "FRAGMENT")
+_library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_library.impl("linear", _linear, "CPU")
+_library.impl("linear", linear, "Meta")
 
 
 class PackedMatrices:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +129,11 @@ class TargetModel(HiddenReader):
         """Its large matrices for few tokens; None: its own alone."""
         return PackedMatrices.of(self.model) if self.packs else None
 
+    def packed_for(self, rows: int) -> AbstractContextManager[None]:
+        """Within the block, so many tokens are read by packed matrices, if that is faster."""
+        packed = self.packed
+        return nullcontext() if packed is None else packed.instead(rows)
+
     @property
     def packed_bytes(self) -> int:
         """What packed matrices take now, besides the model's own."""
@@ -212,8 +217,7 @@ class TargetModel(HiddenReader):
         """Logits [B, N, V] of new tokens that see what the mask says, or of the `last` so many;
         their rows are appended to the cache."""
         fewer = {} if last is None or not self._can_leave_out else {"logits_to_keep": last}
-        packed = self.packed
-        few = nullcontext() if packed is None else packed.instead(tokens_BN.numel())
+        few = self.packed_for(tokens_BN.numel())
         with tree_attention(mask), scans_go_on(self.model, cache.layers), few:
             logits_BNV: Tensor = self.model(
                 input_ids=tokens_BN,

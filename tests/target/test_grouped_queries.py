@@ -126,7 +126,7 @@ def test_a_compiled_target_reads_each_key_once(tiny_llama: TinyLlama) -> None:
 
     def look(graph: Any, inputs: Any) -> Any:
         for node in graph.graph.nodes:
-            if node.target is torch.nn.functional.scaled_dot_product_attention:
+            if node.target is torch.ops.medusa_heads.attention:
                 heads_read.append(node.args[1].meta["example_value"].shape[1])
         return graph.forward
 
@@ -137,3 +137,25 @@ def test_a_compiled_target_reads_each_key_once(tiny_llama: TinyLlama) -> None:
     given: Any = medusa.generate(ids, max_new_tokens=12, do_sample=False)
     assert given.tolist() == expected.tolist()
     assert heads_read == [2] * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("masks", [1, H])
+def test_a_graph_reads_what_is_in_use_of_its_cache(masks: int) -> None:
+    attend: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    code: list[str] = []
+
+    def noted(graph: torch.fx.GraphModule, _: Any) -> Any:
+        code.append(graph.code)
+        return graph.forward
+
+    given = layer(), drawn(B, H, 4, D), drawn(B, K, S, D), drawn(B, K, S, D), drawn(B, masks, 4, S)
+    with compiled_tree_attention():
+        output, _ = torch.compile(attend, fullgraph=True, backend=noted)(*given, scaling=0.5)
+    torch.testing.assert_close(output, attend(*given, scaling=0.5)[0])
+    # Which is for masks that are the same for all heads.
+    assert ["medusa_heads.attention" in each for each in code] == [masks == 1]
+
+
+def test_it_is_an_operator_of_torch() -> None:
+    given = drawn(B, H, 4, D), drawn(B, K, S, D), drawn(B, K, S, D + 1), drawn(B, 1, 4, S), None
+    torch.library.opcheck(torch.ops.medusa_heads.attention.default, given)

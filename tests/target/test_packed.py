@@ -74,6 +74,63 @@ def test_planted_text_is_that_of_generate(tiny_llama: TinyLlama, tied: bool) -> 
     assert medusa.generate(**inputs).tolist() != expected_1T.tolist()
 
 
+def compiled(model: Any, how: Any, backend: str = "eager") -> tuple[dict[str, Any], list[int], Any]:
+    """What decodes a text of a model through graphs, its prompt and its tokens by `generate()`."""
+    heads = new_heads(TargetModel(model), HeadsConfig(num_heads=2))
+    inputs: dict[str, Any] = {"input_ids": torch.arange(7, 19)[None], "do_sample": False}
+    inputs["max_new_tokens"] = 40
+    medusa: Any = MedusaModel(model, heads, tree="8", compile=how, compile_backend=backend)
+    return inputs, model.generate(**inputs).tolist(), medusa
+
+
+@pytest.mark.parametrize("how", [True, "steps"])
+def test_graphs_multiply_by_the_packed_matrices_of_the_weights_as_they_are(
+    tiny_llama: TinyLlama, how: Any
+) -> None:
+    model = tiny_llama(attention_bias=True)
+    inputs, expected, medusa = compiled(model, how)
+    assert medusa.generate(**inputs).tolist() == expected
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    model.lm_head.weight.data.copy_(model.lm_head.weight.roll(1, 0))
+    assert model.generate(**inputs).tolist() != expected
+    assert medusa.generate(**inputs).tolist() == model.generate(**inputs).tolist()
+    # A negative control: of other weights than the model's, the text is another one.
+    for packed in medusa.target.packed._packed.values():
+        packed._matrix = module.pack(torch.zeros_like(packed._own().weight))
+        packed.look = lambda: None
+    assert medusa.generate(**inputs).tolist() != model.generate(**inputs).tolist()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [True, "steps"])
+def test_inductors_graphs_do_so_as_well(tiny_llama: TinyLlama, how: Any) -> None:
+    inputs, expected, medusa = compiled(tiny_llama(attention_bias=True), how, "inductor")
+    assert medusa.generate(**inputs).tolist() == expected
+    for packed in medusa.target.packed._packed.values():
+        packed._matrix = module.pack(torch.zeros_like(packed._own().weight))
+        packed.look = lambda: None
+    assert medusa.generate(**inputs).tolist() != expected
+
+
+def test_weights_where_others_lay_are_multiplied_by_themselves(tiny_llama: TinyLlama) -> None:
+    layer, other = (tiny_llama(seed=seed).lm_head for seed in (1, 2))
+    packed, x_8D = module._Packed(layer), torch.randn(8, 64)
+    packed.look()
+    with torch.no_grad():
+        torch.testing.assert_close(module._linear(x_8D, layer.weight, None), layer(x_8D))
+        # What was packed lay there once; another layer's weights lie there now.
+        layer.weight.data, other.weight.data = other.weight.data, layer.weight.data.mul_(2.0)
+        assert torch.equal(module._linear(x_8D, other.weight, None), other(x_8D))
+        assert torch.equal(module._linear(x_8D, layer.weight, None), layer(x_8D))
+
+
+def test_what_a_graph_calls_is_an_operator_of_torch() -> None:
+    for bias_O in (None, torch.randn(16)):
+        given = torch.randn(2, 4, 24), torch.randn(16, 24), bias_O
+        torch.library.opcheck(torch.ops.medusa_heads.linear.default, given)
+
+
 @pytest.mark.parametrize("change", ["data", "row", "layer", "adapter"])
 def test_a_text_is_that_of_the_weights_as_they_are_when_it_begins(
     tiny_llama: TinyLlama, change: str
