@@ -121,6 +121,14 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
     return run
 
 
+@pytest.fixture
+def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs read in part caches of any size, as they read large ones."""
+    from medusa_heads.target import attention
+
+    monkeypatch.setattr(attention, "LARGE", 0)
+
+
 @pytest.fixture(scope="session")
 def tiny_llama() -> TinyLlama:
     """Make a tiny Llama: `tiny_llama(num_layers=2, seed=0, **config overrides)`.

@@ -48,9 +48,9 @@ def capability(target: TargetModel) -> Capability:
     """
     known = _known.setdefault(target.model, {})
     if type(target) not in known:
-        own = target.without_packed()  # packing is not for all, and proved by itself
-        with _trying(own, "several new tokens over a cache"):
-            known[type(target)] = _examine(own)
+        # Of the model's own matrices: packing is not for all, and proved by itself.
+        with _trying(target, "several new tokens over a cache"), target.unpacked():
+            known[type(target)] = _examine(target)
     return known[type(target)]
 
 

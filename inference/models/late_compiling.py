@@ -30,7 +30,7 @@ _LEAST_SAVED = 0.03  # a share of a step's seconds that is not worth a graph
 # The same where the drafter chooses among many sizes, of which a compiled one has two.
 _LEAST_SAVED_OF_SIZES = 0.15
 _ROUNDS = 5  # in which both views are timed in turns
-_KIND = "compiling"
+_KIND = "graphs"
 
 
 class LateCompiling:

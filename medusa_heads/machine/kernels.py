@@ -9,6 +9,7 @@ queries, S slots, X and Y widths of keys and values.
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ _MOST_INPUT = 127  # of a row in eight bits
 _PACKED_FOR = 16  # rows that the order of a packed matrix suits; of other numbers it is as right
 _PACKABLE = (torch.float32, torch.bfloat16)
 _SLOTS = 64  # of a cache that attention reads or leaves out together
+_operators = torch.library.Library("medusa_heads", "FRAGMENT")
 
 
 def int8_product(x_ND: Tensor, int8_OD: Tensor) -> Tensor:
@@ -63,36 +65,44 @@ def has_packed_products(dtype: torch.dtype) -> bool:
 def attention_in_use(
     query_BHNX: Tensor, key_BGSX: Tensor, value_BGSY: Tensor, mask_B1NS: Tensor, scale: float | None
 ) -> Tensor:
-    """Attention of N queries over a cache of S slots, of which only the first so many are read that
-    any query sees; [B, N, H, Y], contiguous. The mask is one of numbers.
+    """Attention of N tokens over a cache of S slots, of which only the first so many are read that
+    any token sees; [B, N, H, Y], contiguous. The mask is one of numbers, and the last token sees
+    the last slot that is in use: its own.
 
     The queries of heads that share keys are further tokens of one head, so that keys are read once.
     """
     batch, heads, tokens, width = query_BHNX.shape
-    shared = key_BGSX.shape[1]
-    mask_B1NS = mask_B1NS[..., : _in_use(mask_B1NS)]
-    used = mask_B1NS.shape[-1]
-    if mask_B1NS.shape[2] > 1:
-        mask_B1NS = mask_B1NS.repeat(1, 1, heads // shared, 1)
+    shared, slots = key_BGSX.shape[1:3]
+    seen_S = (mask_B1NS[:, 0, -1] > torch.finfo(mask_B1NS.dtype).min).any(dim=0)
+    last = int(seen_S.nonzero()[-1])
+    used = min((last // _SLOTS + 1) * _SLOTS, slots)
+    mask_B1NU = mask_B1NS[..., :used]
+    if heads > shared and tokens > 1:
+        mask_B1NU = mask_B1NU.repeat(1, 1, heads // shared, 1)
     attended_BGMY = torch.nn.functional.scaled_dot_product_attention(
         query_BHNX.reshape(batch, shared, -1, width),
         key_BGSX[:, :, :used],
         value_BGSY[:, :, :used],
-        attn_mask=mask_B1NS,
+        attn_mask=mask_B1NU,
         scale=scale,
     )
     attended_BHNY = attended_BGMY.reshape(batch, heads, tokens, -1)
     return attended_BHNY.transpose(1, 2).contiguous()
 
 
-def _in_use(mask_B1NS: Tensor) -> int:
-    """How many of the first slots hold all that is seen, to the next full _SLOTS."""
-    slots, hidden = mask_B1NS.shape[-1], torch.finfo(mask_B1NS.dtype).min
-    low, high = 1, -(-slots // _SLOTS)
-    while low < high:
-        middle = (low + high) // 2
-        if mask_B1NS[..., middle * _SLOTS :].max().item() > hidden:
-            low = middle + 1
-        else:
-            high = middle
-    return min(low * _SLOTS, slots)
+def operator(schema: str, on_cpu: Callable[..., Tensor], like: Callable[..., Tensor]) -> Any:
+    """An operator `medusa_heads::NAME` of torch, by which graphs call what no compiler looks into:
+    what is told at run time alone.
+
+    Args:
+        schema: as torch writes it, such as `name(Tensor x) -> Tensor`.
+        on_cpu: what it does.
+        like: gives an empty result of the same shape.
+    """
+    name = schema.partition("(")[0]
+    # A second copy of this package in one process calls what the first one made.
+    if not hasattr(torch.ops.medusa_heads, name):
+        _operators.define(schema)
+        _operators.impl(name, on_cpu, "CPU")
+        _operators.impl(name, like, "Meta")
+    return getattr(torch.ops.medusa_heads, name)

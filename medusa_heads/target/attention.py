@@ -24,12 +24,13 @@ import torch
 from torch import Tensor
 
 from medusa_heads.errors import UnsupportedArchitecture
-from medusa_heads.machine.kernels import attention_in_use
+from medusa_heads.machine.kernels import attention_in_use, operator
 
 SUPPORTED_ATTENTION = ("sdpa", "eager")
 _ACTIVE: ContextVar[TreeMask | None] = ContextVar("tree_mask", default=None)
 _TRACED = [False]  # whether what is compiled now verifies trees: a compiler reads no ContextVar
 _COMPILED, _COUNTING = [0], Lock()  # forwards of that kind, in all threads
+LARGE = 1 << 19  # numbers in a layer's keys and values: to read all of fewer takes no longer
 _MASKS_KEPT = 4  # of a forward: more than models have kinds of layers
 _OF_OTHER_KERNELS = ("position_bias", "cache", "softcap", "s_aux")
 
@@ -208,12 +209,9 @@ def _folded(attend: Callable[..., Any]) -> Callable[..., Any]:
         else:
             folds = attention_mask.shape[1:-1] in ((1, 1), (1, tokens), (heads, tokens))
         others = any(kwargs.get(name) is not None for name in _OF_OTHER_KERNELS)
-        folds &= _reads_tree() and not others
-        if folds and not dropout and _is_for_all(attention_mask, query):
-            attended_BNHY: Tensor = torch.ops.medusa_heads.attention(
-                query, key, value, attention_mask, scaling
-            )
-            return attended_BNHY, None
+        folds &= reads_tree() and not others
+        if folds and not dropout and _reads_part(key, value, attention_mask):
+            return _attention(query, key, value, attention_mask, scaling), None
         if groups == 1 or not folds:
             return attend(
                 module, query, key, value, attention_mask, dropout, scaling=scaling, **kwargs
@@ -233,23 +231,25 @@ def _folded(attend: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _is_for_all(mask_B1NS: Tensor | None, query: Tensor) -> bool:
-    """Whether this is the mask, the same for all heads, of a graph over a fixed cache on a CPU."""
-    if mask_B1NS is None or not torch.compiler.is_compiling() or query.device.type != "cpu":
+def _reads_part(key_BGSX: Tensor, value_BGSY: Tensor, mask: Tensor | None) -> bool:
+    """Whether this is a graph's large cache on a CPU, and the mask that of all heads."""
+    if mask is None or not torch.compiler.is_compiling() or torch.is_grad_enabled():
         return False
-    return mask_B1NS.shape[1] == 1 and mask_B1NS.dtype == query.dtype
+    if key_BGSX.device.type != "cpu" or mask.shape[1] > 1 or mask.dtype != key_BGSX.dtype:
+        return False
+    return key_BGSX.numel() + value_BGSY.numel() >= LARGE
 
 
-def _attention_shape(query_BHNX: Tensor, _: Tensor, value_BGSY: Tensor, *others: object) -> Tensor:
+def _attended_like(query_BHNX: Tensor, _: Tensor, value_BGSY: Tensor, *others: object) -> Tensor:
     batch, heads, tokens, _width = query_BHNX.shape
     return query_BHNX.new_empty(batch, tokens, heads, value_BGSY.shape[-1])
 
 
-# How much of a cache is in use no graph knows, and hands all of it on.
-_library = torch.library.Library("medusa_heads", "FRAGMENT")
-_library.define("attention(Tensor q, Tensor k, Tensor v, Tensor mask, float? scale) -> Tensor")
-_library.impl("attention", attention_in_use, "CPU")
-_library.impl("attention", _attention_shape, "Meta")
+_attention = operator(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor mask, float? scale) -> Tensor",
+    attention_in_use,
+    _attended_like,
+)
 
 
 def _for_groups(mask: Tensor | None, groups: int) -> Tensor | None:
@@ -285,6 +285,6 @@ def _count_compiled(change: int) -> None:
         _TRACED[0] = _COMPILED[0] > 0
 
 
-def _reads_tree() -> bool:
+def reads_tree() -> bool:
     """Whether a tree is being verified, or what verifies trees is compiled."""
     return _TRACED[0] if torch.compiler.is_compiling() else _ACTIVE.get() is not None

@@ -62,7 +62,7 @@ class CompiledTarget(TargetModel):
         self.features, self._backend = features, backend
         self.whole_steps = whole_steps
         self._on_gpu = self.device.type == "cuda"
-        self._views: dict[tuple[int, ...], CompiledTarget] = {}
+        self._views: dict[tuple[tuple[int, ...], bool], CompiledTarget] = {}
         self._caches: dict[tuple[int, int], StaticRowCache] = {}
         self._compared: set[tuple[int | None, ...]] = set()  # graphs: rows, tokens, capacity
         self._captured = Captured()
@@ -126,20 +126,17 @@ class CompiledTarget(TargetModel):
         """False within `uncompiled`, and where no compiler works."""
         return self._forward is self._compiled
 
-    def _view(self, features: tuple[int, ...]) -> CompiledTarget:
-        if features not in self._views:  # which share their graphs
-            self._views[features] = self._another(features, self.packs)
-        return self._views[features]
+    def _view(self, features: tuple[int, ...], packs: bool | None = None) -> CompiledTarget:
+        packs = self.packs if packs is None else packs
+        if (view := self._views.get((features, packs))) is None:
+            view = CompiledTarget(self.model, self._backend, features, self.whole_steps)
+            view.packs = packs
+            self._views[features, packs] = view
+        return view
 
     def without_packed(self) -> CompiledTarget:
         """See TargetModel."""
-        return self._another(self.features, packs=False) if self.packs else self
-
-    def _another(self, features: tuple[int, ...], packs: bool) -> CompiledTarget:
-        """A view with hooks of its own, which end with it."""
-        view = CompiledTarget(self.model, self._backend, features, self.whole_steps)
-        view.packs = packs
-        return view
+        return self._view(self.features, packs=False) if self.packs else self
 
     @contextmanager
     def uncompiled(self) -> Iterator[None]:

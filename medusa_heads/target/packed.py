@@ -28,6 +28,8 @@ from medusa_heads.machine import (
     packed_product,
 )
 from medusa_heads.machine.devices import free_memory
+from medusa_heads.machine.kernels import operator
+from medusa_heads.target.attention import reads_tree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,7 +44,7 @@ _MEASURED = 2  # kinds of matrices, the heaviest; the others follow the first
 
 _Kind: TypeAlias = tuple[torch.dtype, int, int]  # with outputs and inputs
 _known: Any = WeakKeyDictionary()  # by model
-_placed: WeakValueDictionary[int, _Packed] = WeakValueDictionary()  # by where a layer's weights lie
+_placed: WeakValueDictionary[Any, _Packed] = WeakValueDictionary()  # by `_place`
 
 
 class _Packed:
@@ -59,7 +61,7 @@ class _Packed:
         # Fused optimisers, and whoever writes to `.data`, leave no trace in a version. In float32,
         # where a product rounds no more than the layer's own: half precision would hide a change.
         weight_OD: Any = self._own().weight.detach()
-        _placed[weight_OD.data_ptr()] = self
+        _placed[_place(weight_OD)] = self
         ramp_D = torch.linspace(1.0, 2.0, weight_OD.shape[1], dtype=torch.float32, device="cpu")
         pieces = weight_OD.split(max(_AT_ONCE // len(ramp_D), 1))
         sums_O = torch.cat([piece.float() @ ramp_D for piece in pieces])
@@ -76,29 +78,28 @@ class _Packed:
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., O), as the layer's own forward, which any thread may ask for."""
         layer = self._own()
-        weight_OD, bias_O = layer.weight, layer.bias
-        if (
-            torch.is_grad_enabled()
-            or torch.is_autocast_enabled("cpu")
-            or x.dtype != weight_OD.dtype
-            or x.numel() // x.shape[-1] not in ROWS
-        ):
-            return linear(x, weight_OD, bias_O)
         if torch.compiler.is_compiling():  # no graph knows how a packed matrix lies
-            product: Tensor = torch.ops.medusa_heads.linear(x, weight_OD, bias_O)
+            ours = reads_tree() and not torch.is_grad_enabled()
+            product: Tensor = (_in_graphs if ours else linear)(x, layer.weight, layer.bias)
             return product
-        return self.product(x, weight_OD, bias_O)
+        return self.product(x, layer.weight, layer.bias)
 
     def product(self, x: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
-        """`linear` by the packed matrix, where there is a right one."""
-        if self._matrix is None or self._dtype != x.dtype:
+        """`linear`, by the packed matrix where there is a right one, and it pays."""
+        if (
+            self._matrix is None
+            or torch.is_grad_enabled()
+            or torch.is_autocast_enabled("cpu")
+            or not x.dtype == weight_OD.dtype == self._dtype
+            or x.numel() // x.shape[-1] not in ROWS
+        ):
             return linear(x, weight_OD, bias_O)
         return packed_product(x, self._matrix, None if bias_O is None else bias_O.contiguous())
 
     def is_of(self, weight_OD: Tensor) -> bool:
         """Whether these are the weights of its layer."""
         layer = self._layer()
-        return layer is not None and layer.weight.data_ptr() == weight_OD.data_ptr()
+        return layer is not None and _place(layer.weight) == _place(weight_OD)
 
     def _own(self) -> nn.Linear:
         layer = self._layer()
@@ -108,16 +109,18 @@ class _Packed:
 
 def _linear(x: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
     """What a graph calls in a layer's place, which is given the layer's own weights."""
-    packed = _placed.get(weight_OD.data_ptr())
+    packed = _placed.get(_place(weight_OD))
     if packed is None or not packed.is_of(weight_OD):
         return linear(x, weight_OD, bias_O)
     return packed.product(x, weight_OD, bias_O)
 
 
-_library = torch.library.Library("medusa_heads", "FRAGMENT")
-_library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-_library.impl("linear", _linear, "CPU")
-_library.impl("linear", linear, "Meta")
+_in_graphs = operator("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _linear, linear)
+
+
+def _place(weight_OD: Tensor) -> tuple[Any, ...]:
+    """What tells a layer's weights from all others that there are now."""
+    return weight_OD.data_ptr(), weight_OD.shape, weight_OD.stride(), weight_OD.dtype
 
 
 class PackedMatrices:

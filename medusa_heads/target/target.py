@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +123,15 @@ class TargetModel(HiddenReader):
         view = copy.copy(self)
         view.packs = False
         return view
+
+    @contextmanager
+    def unpacked(self) -> Iterator[None]:
+        """Within the block it multiplies by the model's own matrices."""
+        before, self.packs = self.packs, False
+        try:
+            yield
+        finally:
+            self.packs = before
 
     @property
     def packed(self) -> PackedMatrices | None:

@@ -17,12 +17,12 @@ B, H, S, X = 2, 6, 200, 8
 
 
 def case(shared: int, nodes: int, seen: int, batch: int = B) -> tuple[Tensor, ...]:
-    """Queries, keys, values, and a mask under which some slot of the first `seen` is the last."""
+    """Queries, keys, values, and a mask of `seen` slots, of which the last token sees the last."""
     random = torch.Generator().manual_seed(seen)
     query_BHNX = torch.randn(B, nodes, H, X, generator=random).transpose(1, 2)
     key_BGSX, value_BGSX = torch.randn(2, B, shared, S, X, generator=random)
     allowed_B1NS = torch.rand(batch, 1, nodes, S, generator=random) < 0.5
-    allowed_B1NS[..., 0] = allowed_B1NS[-1, :, 0, seen - 1] = True
+    allowed_B1NS[..., 0] = allowed_B1NS[:, :, -1, seen - 1] = True
     allowed_B1NS[..., seen:] = False
     return query_BHNX, key_BGSX, value_BGSX, additive(allowed_B1NS, torch.float32)
 

@@ -28,6 +28,8 @@ from medusa_heads.trees.tree import TokenTree
 from tests.allocations import Allocations
 from tests.conftest import TinyLlama
 
+pytestmark = pytest.mark.usefixtures("small_caches")
+
 SMALL: dict[str, Any] = {
     "vocab_size": 24,
     "hidden_size": 32,

@@ -53,7 +53,7 @@ def refused(*_: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def taken() -> None:
+def taken(small_caches: None) -> None:
     take_tree_masks()
 
 
@@ -149,7 +149,7 @@ def test_a_graph_reads_what_is_in_use_of_its_cache(masks: int) -> None:
         return graph.forward
 
     given = layer(), drawn(B, H, 4, D), drawn(B, K, S, D), drawn(B, K, S, D), drawn(B, masks, 4, S)
-    with compiled_tree_attention():
+    with compiled_tree_attention(), torch.no_grad():
         output, _ = torch.compile(attend, fullgraph=True, backend=noted)(*given, scaling=0.5)
     torch.testing.assert_close(output, attend(*given, scaling=0.5)[0])
     # Which is for masks that are the same for all heads.

@@ -14,8 +14,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from medusa_heads import HeadsConfig, MedusaModel, new_heads
+from medusa_heads.machine import kernels
 from medusa_heads.machine.kernels import has_packed_products
 from medusa_heads.target import packed as module
+from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.packed import ROWS
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
@@ -125,10 +127,43 @@ def test_weights_where_others_lay_are_multiplied_by_themselves(tiny_llama: TinyL
         assert torch.equal(module._linear(x_8D, layer.weight, None), layer(x_8D))
 
 
+@pytest.mark.parametrize("how", [False, True])
+def test_matrices_that_begin_at_one_place(tiny_llama: TinyLlama, how: bool) -> None:
+    model = tiny_llama()
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        attention.o_proj.weight = nn.Parameter(attention.q_proj.weight.data.T)
+        attention.k_proj.weight = nn.Parameter(attention.q_proj.weight.data[:32])
+    inputs, expected, medusa = compiled(model, how)
+    assert medusa.generate(**inputs).tolist() == expected
+
+
 def test_what_a_graph_calls_is_an_operator_of_torch() -> None:
     for bias_O in (None, torch.randn(16)):
         given = torch.randn(2, 4, 24), torch.randn(16, 24), bias_O
         torch.library.opcheck(torch.ops.medusa_heads.linear.default, given)
+
+
+def test_another_copy_of_the_package_has_the_same_operators() -> None:
+    first = kernels.operator("linear(Tensor x) -> Tensor", torch.neg, torch.neg)
+    assert first is torch.ops.medusa_heads.linear
+
+
+def test_views_without_them_share_their_graphs(tiny_llama: TinyLlama) -> None:
+    graphs: list[Any] = []
+
+    def noted(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    target = CompiledTarget(tiny_llama(), noted)
+    heads = new_heads(target, HeadsConfig(num_heads=2))
+    ids_1T = torch.arange(9)[None]
+    for _ in range(2):
+        medusa: Any = MedusaModel(target, heads, tree="8", deterministic=True)
+        medusa.generate(ids_1T, max_new_tokens=8)
+    assert medusa.target is target.without_packed() and not medusa.target.packs
+    assert target.packs and len(graphs) == 1
 
 
 @pytest.mark.parametrize("change", ["data", "row", "layer", "adapter"])

@@ -37,6 +37,8 @@ from tests.inference.on_device import (
 from tests.inference.padded import padded
 from tests.inference.reference import reference
 
+pytestmark = pytest.mark.usefixtures("small_caches")
+
 BATCHES = ([0], [0, 3, 7], [2, 0, 0, 5, 1, 8, 0, 3])  # padding of each row
 ENDLESS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 SIZES: dict[str, Any] = ENDLESS | {

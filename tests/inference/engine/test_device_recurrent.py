@@ -31,7 +31,10 @@ from tests.inference.recurrent import (
     written,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree"),
+    pytest.mark.usefixtures("small_caches"),
+]
 
 BATCHES = ([0], [0, 3, 5])  # padding of each row
 BOTH = [2, 0, 4, 1, 3]

@@ -20,7 +20,10 @@ from tests.inference.padded import padded
 from tests.inference.planted import PlantedDrafter
 from tests.inference.recurrent import planted, prompt, short_target, tiny_target, written
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree"),
+    pytest.mark.usefixtures("small_caches"),
+]
 
 SHORT: dict[str, Any] = {"max_new_tokens": 32}
 

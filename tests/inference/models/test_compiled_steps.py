@@ -32,6 +32,8 @@ from tests.inference.on_device import (
 from tests.inference.padded import padded
 from tests.inference.reference import reference
 
+pytestmark = pytest.mark.usefixtures("small_caches")
+
 
 @pytest.fixture(scope="module")
 def model(tiny_llama: TinyLlama) -> Any:
