@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -22,6 +23,10 @@ from scripts.prove.tiny_models import builder, random_weights
 from tests.inference.planted import PlantedDrafter
 from tests.inference.reference import reference
 
+IN_GRAPHS = [
+    pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree"),
+    pytest.mark.usefixtures("small_caches"),
+]
 KINDS = (
     "bamba",
     "falcon_h1",

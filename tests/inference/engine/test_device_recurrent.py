@@ -23,6 +23,7 @@ from tests.inference.on_device import SAMPLING, PlantedOnDevice, text
 from tests.inference.padded import padded
 from tests.inference.recurrent import (
     CHAIN,
+    IN_GRAPHS,
     KINDS,
     prompt,
     repeating,
@@ -31,11 +32,7 @@ from tests.inference.recurrent import (
     written,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree"),
-    pytest.mark.usefixtures("small_caches"),
-]
-
+pytestmark = IN_GRAPHS
 BATCHES = ([0], [0, 3, 5])  # padding of each row
 BOTH = [2, 0, 4, 1, 3]
 NEW = 31

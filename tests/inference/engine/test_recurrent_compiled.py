@@ -18,12 +18,9 @@ from medusa_heads.target.recurrent import RecurrentCache
 from medusa_heads.target.static_cache import StaticRecurrentCache
 from tests.inference.padded import padded
 from tests.inference.planted import PlantedDrafter
-from tests.inference.recurrent import planted, prompt, short_target, tiny_target, written
+from tests.inference.recurrent import IN_GRAPHS, planted, prompt, short_target, tiny_target, written
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree"),
-    pytest.mark.usefixtures("small_caches"),
-]
+pytestmark = IN_GRAPHS
 
 SHORT: dict[str, Any] = {"max_new_tokens": 32}
 
