@@ -74,7 +74,8 @@ def attention_in_use(
     batch, heads, tokens, width = query_BHNX.shape
     shared, slots = key_BGSX.shape[1:3]
     seen_S = (mask_B1NS[:, 0, -1] > torch.finfo(mask_B1NS.dtype).min).any(dim=0)
-    last = int(seen_S.nonzero()[-1])
+    places = seen_S.nonzero()
+    last = int(places[-1]) if len(places) else slots
     used = min((last // _SLOTS + 1) * _SLOTS, slots)
     mask_B1NU = mask_B1NS[..., :used]
     if heads > shared and tokens > 1:

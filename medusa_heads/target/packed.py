@@ -86,15 +86,16 @@ class _Packed:
 
     def product(self, x: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
         """`linear`, by the packed matrix where there is a right one, and it pays."""
+        matrix = self._matrix  # which another thread may exchange meanwhile
         if (
-            self._matrix is None
+            matrix is None
             or torch.is_grad_enabled()
             or torch.is_autocast_enabled("cpu")
             or not x.dtype == weight_OD.dtype == self._dtype
             or x.numel() // x.shape[-1] not in ROWS
         ):
             return linear(x, weight_OD, bias_O)
-        return packed_product(x, self._matrix, None if bias_O is None else bias_O.contiguous())
+        return packed_product(x, matrix, None if bias_O is None else bias_O.contiguous())
 
     def is_of(self, weight_OD: Tensor) -> bool:
         """Whether these are the weights of its layer."""

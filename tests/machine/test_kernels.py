@@ -47,3 +47,11 @@ def test_what_is_not_in_use_is_not_read() -> None:
     assert torch.equal(attention_in_use(query, key, value, mask, None), expected)
     value[:, :, 99] = torch.nan
     assert attention_in_use(query, key, value, mask, None).isnan().any()
+
+
+def test_a_text_that_sees_nothing_is_read_as_ever() -> None:
+    query, key, value, mask = case(H, 3, 70)
+    mask = torch.full_like(mask, torch.finfo(mask.dtype).min)
+    expected_BHNX = scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    got_BNHX = attention_in_use(query, key, value, mask, None)
+    torch.testing.assert_close(got_BNHX.transpose(1, 2), expected_BHNX)
