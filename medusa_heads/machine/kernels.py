@@ -62,16 +62,37 @@ def has_packed_products(dtype: torch.dtype) -> bool:
     return True
 
 
+def grouped_attention(
+    query_BHNX: Tensor,
+    key_BGSX: Tensor,
+    value_BGSY: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention of N tokens, where the queries of heads that share keys are further tokens of one
+    head: keys are read once. The mask is that of these tokens; [B, N, H, Y], contiguous."""
+    batch, heads, tokens, width = query_BHNX.shape
+    shared = key_BGSX.shape[1]
+    attended_BGMY = torch.nn.functional.scaled_dot_product_attention(
+        query_BHNX.reshape(batch, shared, -1, width),
+        key_BGSX,
+        value_BGSY,
+        attn_mask=mask,
+        dropout_p=dropout,
+        scale=scale,
+    )
+    by_group = attended_BGMY.view(batch, shared, heads // shared, tokens, value_BGSY.shape[-1])
+    return by_group.permute(0, 3, 1, 2, 4).reshape(batch, tokens, heads, -1).contiguous()
+
+
 def attention_in_use(
     query_BHNX: Tensor, key_BGSX: Tensor, value_BGSY: Tensor, mask_B1NS: Tensor, scale: float | None
 ) -> Tensor:
-    """Attention of N tokens over a cache of S slots, of which only the first so many are read that
-    any token sees; [B, N, H, Y], contiguous. The mask is one of numbers, and the last token sees
-    the last slot that is in use: its own.
-
-    The queries of heads that share keys are further tokens of one head, so that keys are read once.
+    """The same over a cache of S slots, of which only the first so many are read that any token
+    sees. The mask is one of numbers, and the last token sees the last slot that is in use: its own.
     """
-    batch, heads, tokens, width = query_BHNX.shape
+    heads, tokens = query_BHNX.shape[1:3]
     shared, slots = key_BGSX.shape[1:3]
     seen_S = (mask_B1NS[:, 0, -1] > torch.finfo(mask_B1NS.dtype).min).any(dim=0)
     places = seen_S.nonzero()
@@ -80,15 +101,9 @@ def attention_in_use(
     mask_B1NU = mask_B1NS[..., :used]
     if heads > shared and tokens > 1:
         mask_B1NU = mask_B1NU.repeat(1, 1, heads // shared, 1)
-    attended_BGMY = torch.nn.functional.scaled_dot_product_attention(
-        query_BHNX.reshape(batch, shared, -1, width),
-        key_BGSX[:, :, :used],
-        value_BGSY[:, :, :used],
-        attn_mask=mask_B1NU,
-        scale=scale,
+    return grouped_attention(
+        query_BHNX, key_BGSX[:, :, :used], value_BGSY[:, :, :used], mask_B1NU, scale
     )
-    attended_BHNY = attended_BGMY.reshape(batch, heads, tokens, -1)
-    return attended_BHNY.transpose(1, 2).contiguous()
 
 
 def operator(schema: str, on_cpu: Callable[..., Tensor], like: Callable[..., Tensor]) -> Any:

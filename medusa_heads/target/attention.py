@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads.errors import UnsupportedArchitecture
-from medusa_heads.machine.kernels import attention_in_use, operator
+from medusa_heads.machine.kernels import attention_in_use, grouped_attention, operator
 
 SUPPORTED_ATTENTION = ("sdpa", "eager")
 _ACTIVE: ContextVar[TreeMask | None] = ContextVar("tree_mask", default=None)
@@ -202,7 +202,7 @@ def _folded(attend: Callable[..., Any]) -> Callable[..., Any]:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        batch, heads, tokens, width = query.shape
+        heads, tokens = query.shape[1:3]
         groups = heads // key.shape[1]
         if attention_mask is None:
             folds = tokens == 1  # more of them are causal
@@ -216,17 +216,9 @@ def _folded(attend: Callable[..., Any]) -> Callable[..., Any]:
             return attend(
                 module, query, key, value, attention_mask, dropout, scaling=scaling, **kwargs
             )
-        attended = torch.nn.functional.scaled_dot_product_attention(
-            query.reshape(batch, key.shape[1], groups * tokens, width),
-            key,
-            value,
-            attn_mask=_for_groups(attention_mask, groups),
-            dropout_p=dropout,
-            scale=scaling,
-        )
-        by_group = attended.view(batch, key.shape[1], groups, tokens, value.shape[-1])
+        mask = _for_groups(attention_mask, groups)
         # Contiguous, as transformers hands it out: models may ask for a view.
-        return by_group.permute(0, 3, 1, 2, 4).reshape(batch, tokens, heads, -1).contiguous(), None
+        return grouped_attention(query, key, value, mask, scaling, dropout), None
 
     return forward
 
