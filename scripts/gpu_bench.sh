@@ -80,6 +80,7 @@ part profile 60 "$PYTHON" -m scripts.measure.step --checkpoint "$HEADS" "${grown
     --device "$DEVICE" --contexts 512 1792 --repeats 4 --new_tokens "$NEW_TOKENS" \
     --output "$OUT/profile.json"
 if [[ $COMPILE == 1 ]]; then
+    [[ $DEVICE != cuda* ]] || part attention 40 "$PYTHON" -m scripts.measure.attention
     for size in $BATCH_SIZES; do
         measure "compiled-$size" 140 --shape "$SHAPE" --batch_sizes "$size" --methods \
             plain-compiled heads:static:15 heads:static:15+compile heads:auto+compile \

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 # Where the losslessness suite runs; MEDUSA_HEADS_TEST_DEVICE=cuda proves the same on a GPU.
 DEVICE = os.environ.get("MEDUSA_HEADS_TEST_DEVICE", "cpu")
 
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # read where kernels for GPUs are imported
+
 MOST_WORKERS = 8  # each takes 1.5 GB
 CACHES = os.environ["HF_HOME"]  # of this process alone; what was kept here before is not read
 
@@ -127,6 +130,18 @@ def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     from medusa_heads.target import attention
 
     monkeypatch.setattr(attention, "LARGE", 0)
+
+
+@pytest.fixture
+def split_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs attend by the kernel for GPUs, whatever is faster here."""
+    import torch
+
+    from medusa_heads.target import attention
+
+    pays = torch.compiler.assume_constant_result(lambda *_: True)
+    monkeypatch.setattr(attention, "split_pays", pays)
+    monkeypatch.setattr(attention, "LARGE", float("inf"))
 
 
 @pytest.fixture(scope="session")

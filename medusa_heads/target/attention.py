@@ -24,7 +24,14 @@ import torch
 from torch import Tensor
 
 from medusa_heads.errors import UnsupportedArchitecture
-from medusa_heads.machine.kernels import attention_in_use, grouped_attention, operator
+from medusa_heads.machine.attention import (
+    Attended,
+    attention_of_part,
+    attention_of_words,
+    grouped_attention,
+    seen_words,
+    split_pays,
+)
 
 SUPPORTED_ATTENTION = ("sdpa", "eager")
 _ACTIVE: ContextVar[TreeMask | None] = ContextVar("tree_mask", default=None)
@@ -210,8 +217,15 @@ def _folded(attend: Callable[..., Any]) -> Callable[..., Any]:
             folds = attention_mask.shape[1:-1] in ((1, 1), (1, tokens), (heads, tokens))
         others = any(kwargs.get(name) is not None for name in _OF_OTHER_KERNELS)
         folds &= reads_tree() and not others
-        if folds and not dropout and _reads_part(key, value, attention_mask):
-            return _attention(query, key, value, attention_mask, scaling), None
+        if folds and not dropout and _in_graph(attention_mask):
+            assert attention_mask is not None
+            if _reads_part(key, value, attention_mask):
+                return attention_of_part(query, key, value, attention_mask, scaling), None
+            if split_pays(key.device, key.dtype, Attended.of(query, key, value)):
+                seen, span = (
+                    each.expand(len(query), -1).contiguous() for each in seen_words(attention_mask)
+                )
+                return attention_of_words(query, key, value, seen, span, scaling), None
         if groups == 1 or not folds:
             return attend(
                 module, query, key, value, attention_mask, dropout, scaling=scaling, **kwargs
@@ -223,25 +237,17 @@ def _folded(attend: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _reads_part(key_BGSX: Tensor, value_BGSY: Tensor, mask: Tensor | None) -> bool:
-    """Whether this is a graph's large cache on a CPU, and the mask that of all heads."""
-    if mask is None or not torch.compiler.is_compiling() or torch.is_grad_enabled():
-        return False
-    if key_BGSX.device.type != "cpu" or mask.shape[1] > 1 or mask.dtype != key_BGSX.dtype:
+def _in_graph(mask: Tensor | None) -> bool:
+    """Whether this is compiled, without gradients, and the mask that of all heads."""
+    graph = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+    return graph and mask is not None and mask.shape[1] == 1
+
+
+def _reads_part(key_BGSX: Tensor, value_BGSY: Tensor, mask: Tensor) -> bool:
+    """Whether this is a large cache on a CPU."""
+    if key_BGSX.device.type != "cpu" or mask.dtype != key_BGSX.dtype:
         return False
     return key_BGSX.numel() + value_BGSY.numel() >= LARGE
-
-
-def _attended_like(query_BHNX: Tensor, _: Tensor, value_BGSY: Tensor, *others: object) -> Tensor:
-    batch, heads, tokens, _width = query_BHNX.shape
-    return query_BHNX.new_empty(batch, tokens, heads, value_BGSY.shape[-1])
-
-
-_attention = operator(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor mask, float? scale) -> Tensor",
-    attention_in_use,
-    _attended_like,
-)
 
 
 def _for_groups(mask: Tensor | None, groups: int) -> Tensor | None:
@@ -264,6 +270,7 @@ def _for_groups(mask: Tensor | None, groups: int) -> Tensor | None:
 @contextmanager
 def compiled_tree_attention() -> Iterator[None]:
     """Within the block, what is compiled verifies trees, whose masks it is given."""
+    torch.compiler.assume_constant_result(split_pays)  # asked for a graph, and no part of it
     _count_compiled(1)
     try:
         yield

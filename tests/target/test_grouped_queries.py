@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import MistralForCausalLM
 from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
+from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TrainingFreeModel
 from medusa_heads.target import attention
 from medusa_heads.target.attention import (
     TreeMask,
@@ -21,6 +22,8 @@ from medusa_heads.target.attention import (
     take_tree_masks,
     tree_attention,
 )
+from scripts.prove.tiny_configs import tiny_config
+from scripts.prove.tiny_models import random_weights
 from tests.conftest import TinyLlama
 
 B, H, K, S, D = 2, 6, 2, 9, 8
@@ -159,3 +162,32 @@ def test_a_graph_reads_what_is_in_use_of_its_cache(masks: int) -> None:
 def test_it_is_an_operator_of_torch() -> None:
     given = drawn(B, H, 4, D), drawn(B, K, S, D), drawn(B, K, S, D + 1), drawn(B, 1, 4, S), None
     torch.library.opcheck(torch.ops.medusa_heads.attention.default, given)
+
+
+@pytest.mark.parametrize(("window", "compile"), [(9, True), (None, "steps")])
+def test_graphs_attend_by_the_kernel_for_gpus(
+    window: int | None, compile: Any, split_attention: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="Triton is made for Linux and x86 alone")
+    from medusa_heads.machine import split_attention as kernel
+
+    calls: list[tuple[int, ...]] = []
+
+    def counted(query: Tensor, key: Tensor, *others: Any) -> Tensor:
+        calls.append((*query.shape[:3], key.shape[1]))
+        return attend(query, key, *others)
+
+    attend = kernel.split_attention
+    monkeypatch.setattr(kernel, "split_attention", counted)
+    config: Any = tiny_config("mistral")
+    config.sliding_window, config.num_hidden_layers = window, 1
+    model: Any = random_weights(MistralForCausalLM(config), (0.3, 0.05))
+    drafting = TrainingFreeModel(model, "recycling:7", compile=compile, compile_backend="eager")
+    ids = torch.tensor([[0, 0, 0, 5, 9, 3], [7, 2, 8, 2, 8, 1]])
+    given: Any = {"attention_mask": (ids > 0).long(), "do_sample": False}
+    expected = model.generate(ids, max_new_tokens=24, **given)
+    got: Any = drafting.generate(ids, max_new_tokens=24, **given)
+    assert got.tolist() == expected.tolist()
+    assert set(calls) == {(2, 4, 8, 2)}
+    assert len(calls) >= drafting.last_stats.forwards - 1
+    assert max(drafting.last_stats.accepted) > 0

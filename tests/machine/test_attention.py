@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from medusa_heads.machine.kernels import attention_in_use
+from medusa_heads.machine.attention import attention_in_use
 from medusa_heads.target.attention import additive
 
 B, H, S, X = 2, 6, 200, 8
