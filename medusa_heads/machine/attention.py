@@ -178,23 +178,24 @@ def rivals(
 
 def replayed(attend: Attend, layers: list[tuple[Tensor, Tensor]]) -> float:
     """Seconds that a layer takes in a CUDA graph of all of them, the least of some rounds."""
-    here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
-    aside.wait_stream(here)
-    with torch.cuda.stream(aside):  # what is compiled is not captured
-        attend(*layers[0])
-    here.wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for layer in layers:
-            attend(*layer)
     taken = []
-    for _ in range(_ROUNDS):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        graph.replay()
-        ended.record()
-        ended.synchronize()
-        taken.append(began.elapsed_time(ended) / 1e3)
+    with torch.cuda.device_of(layers[0][0]):
+        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):  # what is compiled is not captured
+            attend(*layers[0])
+        here.wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for layer in layers:
+                attend(*layer)
+        for _ in range(_ROUNDS):
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record()
+            graph.replay()
+            ended.record()
+            ended.synchronize()
+            taken.append(began.elapsed_time(ended) / 1e3)
     return min(taken) / len(layers)
 
 
@@ -202,7 +203,8 @@ def _split(*args: Any) -> Tensor:
     # Triton comes with torch where that is built for a GPU, and takes a second to import.
     from medusa_heads.machine.split_attention import split_attention
 
-    return split_attention(*args)
+    with torch.cuda.device_of(args[0]):  # Triton starts kernels on the current one
+        return split_attention(*args)
 
 
 def _like(query_BHNX: Tensor, _: Tensor, value_BGSY: Tensor, *others: object) -> Tensor:
