@@ -72,8 +72,14 @@ class DynamicDrafter(HeadsDrafter):
         self.num_nodes = num_drafted + 1
 
     def propose(self, state: DecodingState) -> TokenTree:
-        guess = self.guess(state)
-        return best_first_tree(state.roots_B, guess, self.num_nodes - 1, self.depth, self._width)
+        return self._grown(state, narrows=self._heads.sequential and state.on_host)
+
+    def prepare(self, state: DecodingState) -> None:
+        self._grown(state, narrows=False)  # room for all that a graph may ask
+
+    def _grown(self, state: DecodingState, *, narrows: bool) -> TokenTree:
+        limits = self.num_nodes - 1, self.depth, self._width
+        return best_first_tree(state.roots_B, self.guess(state), *limits, narrows=narrows)
 
     def guess(self, state: DecodingState) -> Guess:
         """What the heads take to follow, in this step."""

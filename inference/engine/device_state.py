@@ -74,6 +74,7 @@ class DeviceState(DecodingState):
     """
 
     cache: StaticRowCache
+    fixed_shapes = True
 
     def __init__(self, like: DecodingState, levels: int, nodes: int, vocab_size: int) -> None:
         super().__init__([], like.cache, [])

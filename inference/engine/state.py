@@ -38,6 +38,8 @@ if TYPE_CHECKING:  # which read the state
 class DecodingState:
     """The active rows, and what the target holds of them."""
 
+    fixed_shapes = False  # whether a step is one graph, or is prepared to be
+
     def __init__(
         self,
         rows: list[Row],
@@ -74,6 +76,11 @@ class DecodingState:
         self.cache.set_length(max(self.lengths))
         cache.take_over(self.cache)
         self.cache = cache
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the host may look at tensors between products, and waits for no device."""
+        return not self.fixed_shapes and self.roots_B.device.type == "cpu"
 
     @property
     def drawing(self) -> Drawing:

@@ -21,6 +21,7 @@ DYNAMIC_RANKS = 16  # candidates of each head that a dynamic tree chooses from
 DYNAMIC_SIZES = (3, 7, 11, 15, 23, 31, 47, 63)  # drafted nodes measured when heads are trained
 DYNAMIC_WIDTH = 10  # paths that sequential heads are asked to continue at each level
 NEVER = -1e30  # the score of a path that has none
+_DEEPER = 1e-6  # of a score, for each level: more than rounding, less than any probability matters
 
 # The candidates for the token at depth `level` + 1, after every path [B, F, J = level + 1], each of
 # which stands behind a path of the level above [B, F]: token ids and log-probabilities, each
@@ -102,6 +103,7 @@ def best_first_tree(
     num_levels: int,
     width: int | None = None,
     tail: Tail | None = None,
+    narrows: bool = False,
 ) -> TokenTree:
     """The tree of `num_drafted` nodes with the largest expected number of accepted tokens.
 
@@ -109,8 +111,10 @@ def best_first_tree(
     hence the likeliest `num_drafted` paths form a tree, and each level need keep no more than that
     many. All rows are expanded at once, level by level: no loop over nodes. The guesses make at
     least as many nodes. At a `width`, only so many paths of each level, the likeliest, are asked to
-    go on; where asking costs, little is lost by it. What a tail has beyond the levels is added
-    where the tree has the tail's beginning. Nodes stand in order of depth.
+    go on; where asking costs, little is lost by it. Where it `narrows`, those that can be in no
+    tree any more are not asked, either; the host looks, and shapes are not fixed. What a tail has
+    beyond the levels is added where the tree has the tail's beginning. Nodes stand in order of
+    depth.
     """
     scores_BF = torch.zeros(len(roots_B), 1, device=roots_B.device)
     asked_BF = torch.zeros_like(scores_BF, dtype=torch.long)  # the root stands behind no other
@@ -133,8 +137,13 @@ def best_first_tree(
         first, count = count, count + kept
         depths.append(torch.full_like(above_BF[0], level + 1))
         if level + 1 < num_levels:
+            most = width
+            if narrows:
+                most = min(_hopeful(scores, num_drafted), width or num_drafted)
+                if not most:
+                    break
             scores_BF, asked_BF, tokens_BF = (
-                of[:, :width] for of in (scores_BF, above_BF, tokens_BF)
+                of[:, :most] for of in (scores_BF, above_BF, tokens_BF)
             )
             above_BFJ = asked_BF[:, :, None].expand(-1, -1, level + 1)
             paths_BFJ = torch.cat([paths_BFJ.gather(1, above_BFJ), tokens_BF[:, :, None]], dim=2)
@@ -155,7 +164,7 @@ def best_first_tree(
     scores_BC = torch.cat(scores, dim=1)
     # Where a child is as likely as its parent (probability 1), the parent must come first: it does
     # in a stable order, also where scores are too large for the difference.
-    ranked_BC = scores_BC - 1e-6 * depth_C
+    ranked_BC = scores_BC - _DEEPER * depth_C
     order_BC = ranked_BC.argsort(dim=1, descending=True, stable=True)
     chosen_BN, places_BN = order_BC[:, : num_drafted + 1].sort(dim=1)
     # All parents are among the chosen, which are in order; the root stands above itself.
@@ -170,6 +179,17 @@ def best_first_tree(
         log_probs_BN=path_scores_BN - path_scores_BN.gather(1, above_BN),
         ranked=Ranked(path_scores_BN, places_BN),
     )
+
+
+def _hopeful(scores: Sequence[Tensor], num_drafted: int) -> int:
+    """How many paths of the last level are among the likeliest of all as yet, in the row that has
+    the most; of the others none will be, nor what comes behind them."""
+    ranked = [each_BF - _DEEPER * (1 + depth) for depth, each_BF in enumerate(scores[1:])]
+    ranked_BC, last_BF = torch.cat(ranked, dim=1), ranked[-1]
+    if ranked_BC.shape[1] <= num_drafted:
+        return last_BF.shape[1]
+    least_B1 = ranked_BC.topk(num_drafted, dim=1).values[:, -1:]
+    return int((last_BF >= least_B1).sum(dim=1).max())
 
 
 def best_chain(roots_B: Tensor, guess: Guess, shape: TreeShape) -> TokenTree:

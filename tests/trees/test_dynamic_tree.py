@@ -86,11 +86,13 @@ def by_heap(tokens: torch.Tensor, log_probs: torch.Tensor, count: int) -> set[tu
 def test_equals_textbook_best_first_search(heads: int, ranks: int, nodes: int, seed: int) -> None:
     nodes = min(nodes, sum(ranks ** (level + 1) for level in range(heads)))
     tokens, log_probs = random_heads(3, heads, ranks, seed)
-    tree = best_first_tree(torch.tensor([7, 8, 9]), independent(tokens, log_probs), nodes, heads)
-    assert tree.tokens_BN[:, 0].tolist() == [7, 8, 9]
-    assert tree.num_nodes == nodes + 1
-    for row in range(3):
-        assert paths(tree, row) == by_heap(tokens[row], log_probs[row], nodes)
+    roots_B, guess = torch.tensor([7, 8, 9]), independent(tokens, log_probs)
+    for narrows in (False, True):
+        tree = best_first_tree(roots_B, guess, nodes, heads, narrows=narrows)
+        assert tree.tokens_BN[:, 0].tolist() == [7, 8, 9]
+        assert tree.num_nodes == nodes + 1
+        for row in range(3):
+            assert paths(tree, row) == by_heap(tokens[row], log_probs[row], nodes)
 
 
 @settings(deadline=None, max_examples=60)
@@ -207,3 +209,23 @@ def test_a_ranking_counts_in_fp32_whatever_numbers_are_made_of() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(made, expected)
+
+
+@pytest.mark.parametrize("width", [None, 3])
+def test_paths_without_hope_are_not_asked(width: int | None) -> None:
+    tokens_BKR, log_probs_BKR = random_heads(2, 5, 6, seed=1)
+    log_probs_BKR[:, 3:] -= 9.0
+    asked: list[int] = []
+
+    def guess(level: int, *paths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append(paths[0].shape[1])
+        return independent(tokens_BKR, log_probs_BKR)(level, *paths)
+
+    roots_B = torch.tensor([7, 8])
+    few = best_first_tree(roots_B, guess, 6, 5, width, narrows=True)
+    assert len(asked) == 4 and sum(asked) < 1 + 3 * (width or 6)
+    asked.clear()
+    every = best_first_tree(roots_B, guess, 6, 5, width)
+    assert asked == [1, *[width or 6] * 4]
+    for one, other in ((few.tokens_BN, every.tokens_BN), (few.parents_BN, every.parents_BN)):
+        assert torch.equal(one, other)

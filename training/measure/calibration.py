@@ -242,7 +242,9 @@ def _dynamic_tokens_per_step(
         else:
             guess = guesses(ranking, after, ranks)
         roots_B = part.tokens_SK[:, 0]
-        tree = best_first_tree(roots_B, guess, sizes[-1], heads.config.num_heads, width)
+        limits = sizes[-1], heads.config.num_heads, width
+        narrows = heads.sequential and roots_B.device.type == "cpu"
+        tree = best_first_tree(roots_B, guess, *limits, narrows=narrows)
         accepted += torch.tensor(accepted_by_size(tree, part.labels_SK, sizes))
     counts = zip(sizes, accepted.tolist(), strict=True)
     return {size: 1 + count / len(found.start_S) for size, count in counts}

@@ -112,7 +112,7 @@ class DraftModelDrafter(Drafter):
         warpers = state.warpers if self._draws or keyed else None
         walk = Walk(self._draft, self, state, self._vocab_size, warpers)
         if self._width > 1:
-            return self._best_tree(state.roots_B, walk)
+            return self._best_tree(state, walk)
         above_BF, first, width = None, 0, 1
         for children in self._levels:
             probs_BFV = walk.read(above_BF)
@@ -129,13 +129,20 @@ class DraftModelDrafter(Drafter):
             above_BF = above_BF.expand(len(probs_BC), -1)
         return walk.tree(self._shape)
 
-    def _best_tree(self, roots_B: Tensor, walk: Walk) -> TokenTree:
+    def _best_tree(self, state: DecodingState, walk: Walk) -> TokenTree:
         def guess(level: int, paths_BFJ: Tensor, above_BF: Tensor) -> tuple[Tensor, Tensor]:
             walk.paths_BFJ = paths_BFJ[..., 1:]
             best = walk.read(above_BF if level else None).topk(self._ranks, dim=-1)
             return best.indices, best.values.clamp_min(torch.finfo(torch.float32).tiny).log()
 
-        return best_first_tree(roots_B, guess, self.num_nodes - 1, self._depth, self._width)
+        return best_first_tree(
+            state.roots_B,
+            guess,
+            self.num_nodes - 1,
+            self._depth,
+            self._width,
+            narrows=state.on_host,
+        )
 
 
 class AdaptiveTree:
