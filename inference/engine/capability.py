@@ -29,6 +29,7 @@ from medusa_heads.inference.engine.probe import (
 )
 from medusa_heads.inference.engine.recurrent_probe import BatchProber, RecurrentProber
 from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.packed import unpacked
 from medusa_heads.target.recurrent import RecurrentCache
 from medusa_heads.target.target import TargetModel
 
@@ -49,7 +50,7 @@ def capability(target: TargetModel) -> Capability:
     known = _known.setdefault(target.model, {})
     if type(target) not in known:
         # Of the model's own matrices: packing is not for all, and proved by itself.
-        with _trying(target, "several new tokens over a cache"), target.unpacked():
+        with _trying(target, "several new tokens over a cache"), unpacked():
             known[type(target)] = _examine(target)
     return known[type(target)]
 

@@ -83,26 +83,25 @@ def attention_in_use(
     """The same over a cache of S slots, of which only the first so many are read that any token
     sees. The mask is one of numbers, and the last token sees the last slot that is in use: its own.
     """
-    heads, tokens = query_BHNX.shape[1:3]
-    shared, slots = key_BGSX.shape[1:3]
+    groups, slots = query_BHNX.shape[1] // key_BGSX.shape[1], key_BGSX.shape[2]
     seen_S = (mask_B1NS[:, 0, -1] > torch.finfo(mask_B1NS.dtype).min).any(dim=0)
     places = seen_S.nonzero()
     last = int(places[-1]) if len(places) else slots
     used = min((last // _SLOTS + 1) * _SLOTS, slots)
     mask_B1NU = mask_B1NS[..., :used]
-    if heads > shared and tokens > 1:
-        mask_B1NU = mask_B1NU.repeat(1, 1, heads // shared, 1)
+    if mask_B1NU.shape[2] > 1:
+        mask_B1NU = mask_B1NU.repeat(1, 1, groups, 1)
     return grouped_attention(
         query_BHNX, key_BGSX[:, :, :used], value_BGSY[:, :, :used], mask_B1NU, scale
     )
 
 
-def seen_words(mask_B1NS: Tensor) -> tuple[Tensor, Tensor]:
+def seen_words(mask_BNS: Tensor) -> tuple[Tensor, Tensor]:
     """What `split_attention` is told of a mask of numbers, of zeros and of what is not seen: its
     words [B, S] and spans [B, 2]. N is at most 64."""
-    seen_BNS = mask_B1NS[:, 0] > torch.finfo(mask_B1NS.dtype).min / 2
+    seen_BNS = mask_BNS > torch.finfo(mask_BNS.dtype).min / 2
     tokens, slots = seen_BNS.shape[1:]
-    bits_N1 = torch.arange(tokens, device=mask_B1NS.device)[:, None]
+    bits_N1 = torch.arange(tokens, device=mask_BNS.device)[:, None]
     words_BS = (seen_BNS.long() << bits_N1).sum(dim=1)
     any_BS = seen_BNS.any(dim=1).int()
     first_B = any_BS.argmax(dim=1)
@@ -164,7 +163,7 @@ def rivals(
     ]
     mask_B1NS = torch.full((batch, 1, tokens, slots), torch.finfo(dtype).min).to(device, dtype)
     mask_B1NS[..., : max(int(in_use * slots), 1)] = 0.0
-    words_BS, span_B2 = seen_words(mask_B1NS)
+    words_BS, span_B2 = seen_words(mask_B1NS[:, 0])
     mask_B1MS = mask_B1NS.repeat(1, 1, heads // shared, 1)
 
     def usual(key_BGSX: Tensor, value_BGSY: Tensor) -> Tensor:

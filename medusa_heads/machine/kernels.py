@@ -18,7 +18,10 @@ _KNOWN = ("x86_64", "AMD64")
 _MOST_INPUT = 127  # of a row in eight bits
 _PACKED_FOR = 16  # rows that the order of a packed matrix suits; of other numbers it is as right
 _PACKABLE = (torch.float32, torch.bfloat16)
-_operators = torch.library.Library("medusa_heads", "FRAGMENT")
+# Kept where this module is loaded again: with it its operators would go.
+_operators: torch.library.Library = globals().get("_operators") or torch.library.Library(
+    "medusa_heads", "FRAGMENT"
+)
 
 
 def int8_product(x_ND: Tensor, int8_OD: Tensor) -> Tensor:

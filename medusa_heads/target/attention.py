@@ -222,9 +222,8 @@ def _folded(attend: Callable[..., Any]) -> Callable[..., Any]:
             if _reads_part(key, value, attention_mask):
                 return attention_of_part(query, key, value, attention_mask, scaling), None
             if split_pays(key.device, key.dtype, Attended.of(query, key, value)):
-                seen, span = (
-                    each.expand(len(query), -1).contiguous() for each in seen_words(attention_mask)
-                )
+                mask_BNS = attention_mask[:, 0].expand(len(query), tokens, -1)
+                seen, span = seen_words(mask_BNS)
                 return attention_of_words(query, key, value, seen, span, scaling), None
         if groups == 1 or not folds:
             return attend(

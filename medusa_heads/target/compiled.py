@@ -63,7 +63,7 @@ class CompiledTarget(TargetModel):
         self.whole_steps = whole_steps
         self._on_gpu = self.device.type == "cuda"
         self._views: dict[tuple[tuple[int, ...], bool], CompiledTarget] = {}
-        self._caches: dict[tuple[int, int], StaticRowCache] = {}
+        self._caches: dict[tuple[Any, ...], StaticRowCache] = {}
         self._compared: set[tuple[int | None, ...]] = set()  # graphs: rows, tokens, capacity
         self._captured = Captured()
         # Within a text, what has been read before: through graphs, of which shapes.
@@ -174,7 +174,8 @@ class CompiledTarget(TargetModel):
         """An empty cache with room for `slots`; kept and used again, since the graph knows it."""
         super().new_cache()  # refuses what no cache is for
         capacity = self.capacity(slots)
-        cache = self._caches.pop((batch_size, capacity), None)
+        kind = batch_size, capacity, self.dtype, self.device
+        cache = self._caches.pop(kind, None)
         room = _BYTES_KEPT
         for other in reversed(list(self._caches)):  # those used last first
             weight = self._caches[other].held_bytes
@@ -183,9 +184,9 @@ class CompiledTarget(TargetModel):
             else:
                 room -= weight
         if cache is None:
-            kind = StaticRecurrentCache if is_recurrent(self.config) else StaticRowCache
-            cache = kind(self.config, capacity)
-        self._caches[batch_size, capacity] = cache
+            recurrent = is_recurrent(self.config)
+            cache = (StaticRecurrentCache if recurrent else StaticRowCache)(self.config, capacity)
+        self._caches[kind] = cache
         cache.reset()
         return cache
 

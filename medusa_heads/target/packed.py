@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
@@ -44,7 +46,18 @@ _MEASURED = 2  # kinds of matrices, the heaviest; the others follow the first
 
 _Kind: TypeAlias = tuple[torch.dtype, int, int]  # with outputs and inputs
 _known: Any = WeakKeyDictionary()  # by model
+UNPACKED = ContextVar("unpacked", default=False)  # whether a thread does without
 _placed: WeakValueDictionary[Any, _Packed] = WeakValueDictionary()  # by `_place`
+
+
+@contextmanager
+def unpacked() -> Iterator[None]:
+    """Within the block, this thread multiplies by the models' own matrices."""
+    token = UNPACKED.set(True)
+    try:
+        yield
+    finally:
+        UNPACKED.reset(token)
 
 
 class _Packed:
@@ -55,13 +68,17 @@ class _Packed:
         self._sums_O = torch.empty(0, dtype=torch.float32, device="cpu")
         self._matrix: Tensor | None = None
         self._dtype: torch.dtype | None = None
+        self._known_by: tuple[Any, ...] = ()
 
     def look(self) -> None:
         """Pack the weights where they are others than before."""
         # Fused optimisers, and whoever writes to `.data`, leave no trace in a version. In float32,
         # where a product rounds no more than the layer's own: half precision would hide a change.
         weight_OD: Any = self._own().weight.detach()
-        _placed[_place(weight_OD)] = self
+        if _placed.get(self._known_by) is self:
+            del _placed[self._known_by]
+        self._known_by = _place(weight_OD)
+        _placed[self._known_by] = self
         ramp_D = torch.linspace(1.0, 2.0, weight_OD.shape[1], dtype=torch.float32, device="cpu")
         pieces = weight_OD.split(max(_AT_ONCE // len(ramp_D), 1))
         sums_O = torch.cat([piece.float() @ ramp_D for piece in pieces])
@@ -139,6 +156,8 @@ class PackedMatrices:
         self._packed: WeakKeyDictionary[nn.Linear, _Packed] = WeakKeyDictionary()
         self._faster: dict[_Kind, bool] = {}  # for as long as the model is decoded
         self._looked = False
+        self._lock = Lock()  # any thread may decode the model
+        self._inside, self._replaced = 0, dict[nn.Linear, _Packed]()
 
     @staticmethod
     def of(model: PreTrainedModel) -> PackedMatrices:
@@ -168,16 +187,23 @@ class PackedMatrices:
         if rows not in ROWS or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             yield
             return
-        if not self._looked:
-            self._look()
-        layers = dict(self._packed)
+        with self._lock:
+            if not self._looked:
+                self._look()
+            self._inside += 1
+            if self._inside == 1:
+                self._replaced = dict(self._packed)
+                for layer, packed in self._replaced.items():
+                    layer.__dict__["forward"] = packed.forward  # nn.Module's own way takes longer
         try:
-            for layer, packed in layers.items():  # past nn.Module's own way, which takes longer
-                layer.__dict__["forward"] = packed.forward
             yield
         finally:
-            for layer in layers:
-                layer.__dict__.pop("forward", None)
+            with self._lock:
+                self._inside -= 1
+                if not self._inside:  # else a graph that another thread makes would be no more
+                    for layer in self._replaced:
+                        layer.__dict__.pop("forward", None)
+                    self._replaced = {}
 
     def _look(self) -> None:
         layers = {layer: self._packed.get(layer) or _Packed(layer) for layer in self._chosen()}

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from medusa_heads.target.cache import RowCache
 from medusa_heads.target.features import HiddenReader
 from medusa_heads.target.fingerprint import lm_head_sha256, weights_sha256
 from medusa_heads.target.loading import load_causal_lm, without_adapter_wrapper
-from medusa_heads.target.packed import PackedMatrices
+from medusa_heads.target.packed import UNPACKED, PackedMatrices
 from medusa_heads.target.recurrent import RecurrentCache, is_recurrent
 from medusa_heads.target.scans import scans_go_on
 from medusa_heads.trees.tree import TokenTree
@@ -124,19 +124,10 @@ class TargetModel(HiddenReader):
         view.packs = False
         return view
 
-    @contextmanager
-    def unpacked(self) -> Iterator[None]:
-        """Within the block it multiplies by the model's own matrices."""
-        before, self.packs = self.packs, False
-        try:
-            yield
-        finally:
-            self.packs = before
-
     @property
     def packed(self) -> PackedMatrices | None:
         """Its large matrices for few tokens; None: its own alone."""
-        return PackedMatrices.of(self.model) if self.packs else None
+        return PackedMatrices.of(self.model) if self.packs and not UNPACKED.get() else None
 
     def packed_for(self, rows: int) -> AbstractContextManager[None]:
         """Within the block, so many tokens are read by packed matrices, if that is faster."""

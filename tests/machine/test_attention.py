@@ -31,8 +31,10 @@ def case(shared: int, nodes: int, seen: int, batch: int = B) -> tuple[Tensor, ..
 @pytest.mark.parametrize("nodes", [1, 5])
 @pytest.mark.parametrize("seen", [1, 63, 64, 65, 128, 129, S])
 def test_it_is_attention_over_all_of_the_cache(shared: int, nodes: int, seen: int) -> None:
-    for batch, scale in ((B, None), (1, 0.5)):
+    for batch, scale in ((B, None), (1, 0.5), (1, None)):
         query, key, value, mask = case(shared, nodes, seen, batch)
+        if batch == 1 and scale is None:
+            mask = mask[:, :, -1:]  # all tokens see the same
         every = {"scale": scale, "attn_mask": mask, "enable_gqa": True}
         expected_BHNX = scaled_dot_product_attention(query, key, value, **every)  # type: ignore[arg-type]
         got_BNHX = attention_in_use(query, key, value, mask, scale)

@@ -52,7 +52,7 @@ def case(tokens: int, slots: int, heads: int = 4, dtype: torch.dtype = torch.flo
 def split(
     query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, *, scale: Any = None
 ) -> Tensor:
-    seen, span = seen_words(additive(allowed, query.dtype))
+    seen, span = seen_words(additive(allowed[:, 0], query.dtype))
     attended: Tensor = attention_of_words(query, key, value, seen, span, scale)
     return attended
 
@@ -106,7 +106,7 @@ def test_a_token_that_sees_nothing_has_nothing() -> None:
 def test_a_span_is_what_any_token_sees() -> None:
     allowed_B1NS = torch.zeros(3, 1, 2, 9).bool()
     allowed_B1NS[0, 0, 0, 3] = allowed_B1NS[0, 0, 1, 5] = allowed_B1NS[1] = True
-    words_BS, span_B2 = seen_words(additive(allowed_B1NS, torch.float32))
+    words_BS, span_B2 = seen_words(additive(allowed_B1NS[:, 0], torch.float32))
     assert span_B2.tolist() == [[3, 6], [0, 9], [0, 0]]
     assert words_BS.tolist() == [[0, 0, 0, 1, 0, 2, 0, 0, 0], [3] * 9, [0] * 9]
 

@@ -275,3 +275,16 @@ def test_too_many_graphs_are_said_by_name(tiny_llama: TinyLlama) -> None:
     ):
         for by in (0.5, 0.6, 0.7):
             target.run(scaled, torch.ones(3), by)
+
+
+def test_a_model_whose_dtype_changes_gets_another_cache(tiny_llama: TinyLlama) -> None:
+    model: Any = tiny_llama()
+    target = CompiledTarget(model, "eager")
+    medusa = MedusaModel(target, new_heads(target, HeadsConfig(num_heads=2)), tree="static:4")
+    ids_1T = torch.arange(1, 7)[None]
+    for _ in range(2):
+        expected = model.generate(ids_1T, max_new_tokens=8, do_sample=False)
+        got: Any = medusa.generate(ids_1T, max_new_tokens=8)
+        assert torch.equal(got, expected)
+        medusa.heads.double()
+        model.double()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import pickle
 import weakref
 from typing import Any
@@ -147,6 +148,8 @@ def test_what_a_graph_calls_is_an_operator_of_torch() -> None:
 def test_another_copy_of_the_package_has_the_same_operators() -> None:
     first = kernels.operator("linear(Tensor x) -> Tensor", torch.neg, torch.neg)
     assert first is torch.ops.medusa_heads.linear
+    importlib.reload(kernels)  # as notebooks do
+    assert torch.ops.medusa_heads.linear(torch.eye(2), torch.ones(3, 2), None).shape == (2, 3)
 
 
 def test_views_without_them_share_their_graphs(tiny_llama: TinyLlama) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import nn
 from medusa_heads import HeadsConfig, MedusaModel, new_heads
 from medusa_heads.machine.kernels import has_packed_products
 from medusa_heads.target import packed as module
-from medusa_heads.target.packed import PackedMatrices
+from medusa_heads.target.packed import PackedMatrices, unpacked
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
 from tests.packing import MATRICES, calls
@@ -182,3 +184,39 @@ def test_what_must_not_hang_on_a_clock_packs_nothing(tiny_llama: TinyLlama) -> N
     for how in (False, True, "steps"):
         made = MedusaModel(model, heads, tree="8", compile=how, deterministic=True)
         assert made.target.packed is None
+
+
+def test_two_threads_leave_each_other_what_they_multiply_by(tiny_llama: TinyLlama) -> None:
+    """Else a graph that one of them makes would change while it is made."""
+    target = TargetModel(tiny_llama())
+    layers = [each for each in target.model.modules() if isinstance(each, nn.Linear)]
+    assert target.packed is not None
+    with torch.no_grad(), ExitStack() as second:
+        with target.packed.instead(8):
+            second.enter_context(target.packed.instead(9))
+        assert all("forward" in vars(layer) for layer in layers)
+        second.close()
+        assert not any("forward" in vars(layer) for layer in layers)
+
+
+def test_a_thread_that_does_without_them_is_alone(tiny_llama: TinyLlama) -> None:
+    target = TargetModel(tiny_llama())
+    with unpacked(), ThreadPoolExecutor(1) as other:
+        assert target.packed is None
+        assert other.submit(lambda: target.packed).result() is not None
+        assert not target.without_packed().packs
+    assert target.packed is not None
+
+
+def test_layers_are_known_by_where_their_weights_lie_now(tiny_llama: TinyLlama) -> None:
+    target = TargetModel(tiny_llama())
+    with torch.no_grad(), calls(target, 8):
+        before = len(module._placed)
+    for _ in range(3):
+        for layer in target.model.modules():
+            if isinstance(layer, nn.Linear):
+                layer.weight.data = layer.weight.data.clone()
+        assert target.packed is not None
+        target.packed.look_again()
+        with torch.no_grad(), calls(target, 8):
+            assert len(module._placed) <= before

@@ -144,7 +144,7 @@ def test_states_weigh_like_rows() -> None:
     compiled = CompiledTarget(target.model, "eager")
     with compiled.uncompiled():
         planted(compiled, prompt(), expected, **SHORT)
-    (cache,) = (each for (batch, _), each in compiled._caches.items() if batch == 1)
+    (cache,) = (each for (batch, *_), each in compiled._caches.items() if batch == 1)
     assert isinstance(cache, StaticRecurrentCache) and cache.states()
     states = sum(state.nbytes for state in cache.states())
     rows = sum(buffer.nbytes for buffer in cache._stacks.stacks)
