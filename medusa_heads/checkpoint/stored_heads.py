@@ -247,10 +247,11 @@ def check_target(stored: StoredHeads, got: Mapping[str, Any], do: str = "pass") 
 def check_same_target(
     what: str, expected: Mapping[str, Any], got: Mapping[str, Any], do: str = "pass"
 ) -> None:
-    """The same for what was trained for a target, whose fingerprint is `expected`, None where it is
+    """The same for what was trained for a target, whose fingerprint is `expected`; None is what is
     not known."""
-    if differing := [key for key in got if expected.get(key) not in (None, got[key])]:
-        wanted, found = ({key: of.get(key) for key in differing} for of in (expected, got))
+    known = {key: value for key, value in got.items() if value is not None}
+    if differing := [key for key in known if expected.get(key) not in (None, known[key])]:
+        wanted, found = ({key: of[key] for key in differing} for of in (expected, known))
         raise ValueError(
             f"these {what} were trained for another target ({expected.get('name_or_path')!r}): "
             f"expected {wanted}, got {found}; {do} the target they belong to"

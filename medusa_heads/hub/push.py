@@ -163,7 +163,8 @@ def _add_benchmark(
     if not _is_benchmark(report):
         raise ValueError(f"expected a report of medusa-heads benchmark at {str(path)!r}")
     of = report.get("target_fingerprint") or {}
-    differing = [key for key, value in of.items() if target.get(key) not in (None, value)]
+    pairs = {key: (target.get(key), value) for key, value in of.items()}
+    differing = [key for key, pair in pairs.items() if None not in pair and pair[0] != pair[1]]
     if differing:
         raise ValueError(
             f"the benchmark {str(path)!r} was measured on another target (its {differing[0]} "

@@ -219,9 +219,8 @@ def _claimed_target(found: Source, config: HeadsConfig, matrix_VD: Tensor | None
     if name is not None and not isinstance(name, str):
         raise ValueError(f"config.json: base_model_name_or_path must be a name, got {name!r}")
     sha256 = None
-    # The target's own, if it is whole. Rounded to fp16 it would have another hash.
-    if matrix_VD is not None and matrix_VD.dtype != torch.float16:
-        sha256 = lm_head_sha256(matrix_VD) if len(matrix_VD) == config.vocab_size else None
+    if matrix_VD is not None and len(matrix_VD) == config.vocab_size:
+        sha256 = lm_head_sha256(matrix_VD)  # the target's own
     return {
         "name_or_path": name or None,
         "revision": None,

@@ -87,7 +87,8 @@ def read_target(
         "model_type": model.config.get_text_config(decoder=True).model_type,
         "hidden_size": weight_VD.shape[1],
         "vocab_size": weight_VD.shape[0],
-        "lm_head_sha256": lm_head_sha256(weight_VD),
+        # As it was stored nothing is lost yet, not even in float16.
+        "lm_head_sha256": lm_head_sha256(weight_VD.to(torch.bfloat16)),
     }
     embedded = _stored_name(model, model.get_input_embeddings().weight, source)
 

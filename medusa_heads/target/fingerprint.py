@@ -15,9 +15,12 @@ _NUMBERS_AT_ONCE = 1 << 25
 _BYTES_AT_ONCE = 1 << 26
 
 
-def lm_head_sha256(weight_VD: Tensor) -> str:
-    """sha256 of a vocabulary matrix, rounded to bf16, so that it does not depend on the dtype the
-    target happens to be loaded in."""
+def lm_head_sha256(weight_VD: Tensor) -> str | None:
+    """sha256 of a vocabulary matrix, rounded to bf16, so that it does not depend on whether the
+    target is loaded in float32 or bf16. None in float16, which keeps too little of small numbers:
+    there a target is known by its sizes alone."""
+    if weight_VD.dtype == torch.float16:
+        return None
     digest = hashlib.sha256()
     rows_at_once = max(1, _NUMBERS_AT_ONCE // max(1, weight_VD.shape[1]))
     for part_RD in weight_VD.detach().split(rows_at_once):

@@ -148,6 +148,20 @@ def test_another_target_is_refused(
         load_heads(tmp_path, TargetModel(tiny_llama(hidden_size=32)))
 
 
+def test_a_target_in_float16_is_known_by_its_sizes(tiny_llama: TinyLlama, tmp_path: Path) -> None:
+    """Which keeps less of small weights than bf16 does."""
+    model = tiny_llama().bfloat16()
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = 1e-9
+    target = TargetModel(model)
+    save_heads(tmp_path, trained(target, num_heads=2), target)
+    load_heads(tmp_path, TargetModel(model.half()))
+    with pytest.raises(ValueError, match="another target"):
+        load_heads(tmp_path, TargetModel(model.bfloat16()))  # with the small weight lost
+    with pytest.raises(ValueError, match="another target"):
+        load_heads(tmp_path, TargetModel(tiny_llama(vocab_size=150).half()))
+
+
 def test_no_checkpoint(target: TargetModel, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected a heads checkpoint"):
         load_heads(tmp_path / "nowhere", target)
