@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 
 from medusa_heads.files import expanded, read_json
@@ -13,6 +14,9 @@ DRAFT_FILE = "draft_model.json"  # beside a draft model
 MTP_FILE = "mtp_modules.json"  # beside multi-token-prediction modules that were trained
 ADAPTER_CONFIG = "adapter_config.json"  # of an adapter, as peft stores it
 _CONFIG_FILE = "config.json"
+_MODEL_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
+_OF_DRAFTS = (_CONFIG_FILE, "model*.safetensors*")  # which a run writes as well
+_OF_MODULES = ("model*.safetensors",)
 _FOREIGN_NAMES = ("Eagle", "DFlash", "DSpark", "Medusa")
 _FOREIGN_KEYS = ("speculators_config", "medusa_num_heads", "hydra_num_heads", "dflash_config")
 
@@ -41,8 +45,23 @@ def trained_in(folder: str | os.PathLike[str]) -> str | None:
 def is_model(folder: str | os.PathLike[str]) -> bool:
     """Whether a whole model lies there, which heads are not: those say nothing of an architecture.
     ValueError where its configuration cannot be read."""
+    return not is_heads(folder) and _has_architecture(folder)
+
+
+def _has_architecture(folder: str | os.PathLike[str]) -> bool:
     file = Path(folder) / _CONFIG_FILE
-    return file.is_file() and not is_heads(folder) and "model_type" in read_json(file)
+    return file.is_file() and "model_type" in read_json(file)
+
+
+def foreign_model(folder: str | os.PathLike[str]) -> str | None:
+    """The file by which a folder is that of a model which no run of this package wrote; None where
+    it is none. ValueError where its configuration cannot be read."""
+    folder = Path(folder)
+    own = (is_draft(folder) and _OF_DRAFTS) or (is_mtp(folder) and _OF_MODULES) or ()
+    if _CONFIG_FILE not in own and _has_architecture(folder):
+        return _CONFIG_FILE
+    found = sorted(path.name for pattern in _MODEL_WEIGHTS for path in folder.glob(pattern))
+    return next((name for name in found if not any(fnmatch(name, each) for each in own)), None)
 
 
 def _is_adapter(folder: str | os.PathLike[str]) -> bool:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from medusa_heads import HeadsConfig, MedusaHeads, TargetModel
 from medusa_heads.checkpoint.checkpoint import load_heads, save_heads
 from medusa_heads.checkpoint.draft_checkpoint import save_draft
+from medusa_heads.contents import DRAFT_FILE, MTP_FILE, foreign_model
 from medusa_heads.inference.bench.source import find_source
 from medusa_heads.target.loading import load_causal_lm
 from tests.conftest import TinyLlama
@@ -54,3 +55,21 @@ def test_a_draft_model_is_no_target_to_measure(folder: Path) -> None:
     with pytest.raises(ValueError, match="is a draft model: name its target first, and this as"):
         find_source(folder / "draft", None, heads=False)
     assert find_source(folder / "target", None, heads=False).target == str(folder / "target")
+
+
+def test_what_this_package_writes_is_no_foreign_model(folder: Path, tmp_path: Path) -> None:
+    """Beside it, what only another program writes is one."""
+    assert foreign_model(folder / "target") == "config.json"
+    assert not any(map(foreign_model, (folder / "heads", folder / "draft", tmp_path, "nowhere")))
+    (tmp_path / "model.safetensors").touch()
+    assert foreign_model(tmp_path) == "model.safetensors"
+    (tmp_path / MTP_FILE).touch()
+    assert foreign_model(tmp_path) is None
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert foreign_model(tmp_path) == "config.json"
+    (tmp_path / DRAFT_FILE).touch()
+    assert foreign_model(tmp_path) is None
+    for name in ("pytorch_model-00001-of-00002.bin", "half.safetensors.index.json"):
+        (tmp_path / name).touch()
+        assert foreign_model(tmp_path) == name
+        (tmp_path / name).unlink()

@@ -26,6 +26,7 @@ import pyarrow as pa
 from datasets import Dataset
 
 from medusa_heads.checkpoint.provenance import provenance
+from medusa_heads.contents import foreign_model, trained_in
 from medusa_heads.files import (
     check_folder,
     expanded,
@@ -218,8 +219,12 @@ def write_rows(rows: Iterable[tuple[int, Row]], folder: Path) -> Dataset:
 
 def check_output(folder: Path, shard: tuple[int, int]) -> None:
     """Raises ValueError where a dataset of other origin stands in the folder, or another shard's
-    (index, shards), or nothing can be written to it."""
+    (index, shards), or a model or what was trained for one, or nothing can be written to it."""
     check_folder(folder)
+    if (found := foreign_model(folder)) is not None:
+        found = f"a model ({found})"
+    if (found := found or trained_in(folder)) is not None:
+        raise ValueError(f"{str(folder)!r} holds {found}: give another output_dir")
     if not (folder / _STATE_FILE).exists():
         return
     whose = "a dataset that was not made by regenerate"

@@ -35,10 +35,21 @@ class Command:
     to_data: DataArguments
     to_distill: DistillArguments
     to_optimise: OptimisationArguments
+    trains: bool = True  # and so writes to output_dir
 
     def __post_init__(self) -> None:
         # A mistyped path is answered before torch is loaded, which takes seconds.
         find_names([*self.to_data.dataset, *(self.to_data.eval_dataset or [])])
+        if self.trains and not self.to_optimise.dry_run:
+            from medusa_heads.training.runs.resumable import find_start
+
+            # Asked again when training begins; here, before anything is loaded or written.
+            find_start(
+                Path(self.to_optimise.output_dir),
+                self.to_optimise.resume_from_checkpoint,
+                self.to_target.model_name_or_path,
+                overwrite=self.to_optimise.overwrite_output_dir,
+            )
 
         from medusa_heads.target.loading import find_tokenizer
         from medusa_heads.training.data.prepare import load_corpora
@@ -72,15 +83,7 @@ class Command:
         if self.to_optimise.dry_run:
             show_plan_of(self, args, num_heads, plan, rehearse or train, begins_as, compare)
             return
-        from medusa_heads.training.runs.setup import find_start
-
         output_dir = self.to_optimise.output_dir
-        # Asked again when training begins; here, before hours may go into the target's own text.
-        find_start(
-            Path(output_dir),
-            self.to_optimise.resume_from_checkpoint,
-            overwrite=self.to_optimise.overwrite_output_dir,
-        )
         target = self.load_target(args, sharding)
         check(target)
         train(

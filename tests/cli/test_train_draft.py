@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from medusa_heads.cli.flags.arguments import parse_arguments
 from medusa_heads.cli.train_draft import ARGUMENTS, main
 from medusa_heads.cli.verbs.generate import main as generate
+from tests.conftest import Refused
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("draft-*.yaml"))
 
@@ -148,6 +149,13 @@ def test_a_draft_model_that_cannot_be_is_refused_before_the_target_writes_text(
             assert main(flags(speaker, corpus, tmp_path / "run", *wrong, *more)) == 2
             assert sentence in capsys.readouterr().err.splitlines()[-1]
             assert not (tmp_path / "run").exists()
+
+
+def test_the_target_is_never_written_over(speaker: Path, corpus: Path, refused: Refused) -> None:
+    before = {path.name: path.read_bytes() for path in (speaker / "target").iterdir()}
+    said = refused(main, flags(speaker, corpus, speaker / "target"))
+    assert "where this run would write over it: choose another output_dir" in said
+    assert {path.name: path.read_bytes() for path in (speaker / "target").iterdir()} == before
 
 
 def test_the_module_can_be_launched(tmp_path: Path) -> None:

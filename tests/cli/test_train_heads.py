@@ -258,6 +258,17 @@ def test_a_draft_vocabulary_from_a_file(
     assert (f"drafting {size} of {WORDS} tokens" in shown) == (size is not None)
 
 
+@pytest.mark.parametrize("more", [[], ["--joint"], ["--overwrite_output_dir"]])
+def test_no_model_is_written_over(
+    more: list[str], target_folder: Path, corpus: Path, refused: Refused
+) -> None:
+    before = {path.name: path.read_bytes() for path in target_folder.iterdir()}
+    for target, said in ((target_folder, "where this run would write over it"), ("x/y", "no run")):
+        given = flags(Path(target), corpus, target_folder, *more)
+        assert said in refused(main, given)
+    assert {path.name: path.read_bytes() for path in target_folder.iterdir()} == before
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_stands_for_flags_that_exist(recipe: str) -> None:
     argv = ["--recipe", recipe, "--num_heads", "7"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from accelerate.state import GradientState
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from medusa_heads.files import read_json
+from medusa_heads.contents import foreign_model, trained_in
+from medusa_heads.files import check_folder, expanded, read_json
+from medusa_heads.training.runs.record import RUN_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +109,46 @@ def find_checkpoint(name: str | None, output: Path) -> str | None:
             "newest whole one of the run"
         )
     return name
+
+
+def find_start(output: Path, resume: str | None, target: str, *, overwrite: bool) -> str | None:
+    """The checkpoint to go on from; None for a run from the start. Nothing is removed yet. Raises
+    ValueError: there is no such checkpoint; or there are some, or what a run has trained, and they
+    may not be overwritten; or `target`, as it is named, or another model lies there; or nothing can
+    be written there."""
+    check_folder(output)
+    found = checkpoints(output)
+    _refuse_model(output, found, target)
+    checkpoint = find_checkpoint(resume, output)
+    # "auto" found none that is whole: what is left of others was never anybody's.
+    if checkpoint is None and found and not overwrite and resume != "auto":
+        raise ValueError(
+            f"{str(output)!r} holds checkpoints of an earlier run ({found[0].name}): go on with "
+            "resume_from_checkpoint 'last', choose another output_dir, or set overwrite_output_dir"
+        )
+    trained = trained_in(output)
+    if trained is not None and not (found or checkpoint or overwrite):
+        raise ValueError(
+            f"{str(output)!r} holds {trained} already: choose another output_dir, or set "
+            "overwrite_output_dir"
+        )
+    return checkpoint
+
+
+def _refuse_model(output: Path, found: Sequence[Path], target: str) -> None:
+    """Raises ValueError where a run would write over a model, or remove its target."""
+    if target and expanded(target).resolve() in [path.resolve() for path in (output, *found)]:
+        raise ValueError(
+            f"the target {target!r} lies in {str(output)!r}, where this run would write over it: "
+            "choose another output_dir"
+        )
+    model = foreign_model(output)
+    # Of a draft model or modules, a killed run leaves files that its checkpoints tell the story of.
+    if model is not None and not any((path / RUN_FILE).is_file() for path in found):
+        raise ValueError(
+            f"{str(output)!r} holds a model that no run of medusa-heads wrote there ({model}): "
+            "choose another output_dir"
+        )
 
 
 def remove_checkpoint(checkpoint: Path) -> None:

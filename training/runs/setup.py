@@ -25,8 +25,6 @@ from transformers.trainer_utils import PredictionOutput
 
 from medusa_heads.checkpoint.files import remove_trained
 from medusa_heads.checkpoint.provenance import provenance
-from medusa_heads.contents import trained_in
-from medusa_heads.files import check_folder
 from medusa_heads.target.fingerprint import weights_sums
 from medusa_heads.target.recurrent import is_recurrent
 from medusa_heads.target.target import TargetModel
@@ -44,7 +42,7 @@ from medusa_heads.training.hidden.sharding import (
 from medusa_heads.training.hidden.tensor_parallel import PartedTarget
 from medusa_heads.training.runs.callbacks import Interruptions, Pace, StopInTime
 from medusa_heads.training.runs.record import changed_arguments, check_same_run, write_figures
-from medusa_heads.training.runs.resumable import checkpoints, find_checkpoint, remove_checkpoint
+from medusa_heads.training.runs.resumable import checkpoints, find_start, remove_checkpoint
 from medusa_heads.training.runs.trainer import TaughtTrainer
 
 logger = logging.getLogger(__name__)
@@ -78,7 +76,8 @@ class Run:
         self.args = copy.copy(args)
         self.args.output_dir = str(self.output)
         self._overwrite = overwrite = overwrite_output_dir
-        self.checkpoint = find_start(self.output, resume_from_checkpoint, overwrite=overwrite)
+        name = target if isinstance(target, str) else target.name_or_path or ""
+        self.checkpoint = find_start(self.output, resume_from_checkpoint, name, overwrite=overwrite)
         self.pace = Pace()
         callbacks = [self.pace, *_watchers(self.args, early_stopping_patience)]
         plain = as_target(target, self.args.device, sharding)
@@ -112,10 +111,11 @@ class Run:
         if self.checkpoint is not None:
             check_same_run(self.checkpoint, self.story())
             return
-        for checkpoint in checkpoints(self.output):  # which would be mistaken for this run's own
-            remove_checkpoint(checkpoint)
         if self._overwrite:
             remove_trained(self.output)
+        # Which would be mistaken for this run's own; last, because they say whose the others are.
+        for checkpoint in checkpoints(self.output):
+            remove_checkpoint(checkpoint)
 
     def story(self) -> dict[str, Any]:
         """What is run on what, as far as is known by now."""
@@ -166,28 +166,6 @@ def _how_loaded(target: TargetModel, processes: int) -> dict[str, Any]:
         "shared_by": spread if is_sharded(target) else None,
         "modules_by_device": dict(modules) if len(modules) > 1 else None,
     }
-
-
-def find_start(output: Path, resume: str | None, *, overwrite: bool) -> str | None:
-    """The checkpoint to go on from; None for a run from the start. Nothing is removed yet. Raises
-    ValueError: there is no such checkpoint; or there are some, or what a run has trained, and they
-    may not be overwritten; or nothing can be written there."""
-    check_folder(output)
-    checkpoint = find_checkpoint(resume, output)
-    found = checkpoints(output)
-    # "auto" found none that is whole: what is left of others was never anybody's.
-    if checkpoint is None and found and not overwrite and resume != "auto":
-        raise ValueError(
-            f"{str(output)!r} holds checkpoints of an earlier run ({found[0].name}): go on with "
-            "resume_from_checkpoint 'last', choose another output_dir, or set overwrite_output_dir"
-        )
-    trained = trained_in(output)
-    if trained is not None and not (found or checkpoint or overwrite):
-        raise ValueError(
-            f"{str(output)!r} holds {trained} already: choose another output_dir, or set "
-            "overwrite_output_dir"
-        )
-    return checkpoint
 
 
 def _watchers(args: TrainingArguments, patience: int | None) -> list[TrainerCallback]:

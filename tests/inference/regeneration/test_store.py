@@ -8,11 +8,17 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
+from medusa_heads.contents import SIDECAR_FILE
 from medusa_heads.inference.regeneration import store as store_module
 from medusa_heads.inference.regeneration.answers import EMPTY, SERVER_ERROR, Accounting, Answer
 from medusa_heads.inference.regeneration.dialogues import Row
 from medusa_heads.inference.regeneration.prompts import Prompt
-from medusa_heads.inference.regeneration.store import AnswerStore, write_output, write_rows
+from medusa_heads.inference.regeneration.store import (
+    AnswerStore,
+    check_output,
+    write_output,
+    write_rows,
+)
 
 
 def opened(folder: Path, who: str = "me") -> closing[AnswerStore]:
@@ -131,3 +137,20 @@ def test_half_a_character_in_a_complaint_does_not_stop_the_record(tmp_path: Path
     record = write_output(Dataset.from_dict({"input_ids": [[1]]}), counted, tmp_path, {})
     (problem,) = json.loads(record.read_text(encoding="utf-8"))["accounting"]["problems"]
     assert problem["detail"] == "400: \ud800 \u00e9"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("config.json", '{"model_type": "llama"}', "a model .config.json."),
+        ("model.safetensors", "", "a model .model.safetensors."),
+        (SIDECAR_FILE, "{}", "heads"),
+    ],
+)
+def test_no_dataset_is_mixed_with_a_model(
+    name: str, content: str, said: str, tmp_path: Path
+) -> None:
+    check_output(tmp_path, (0, 1))
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=f"holds {said}: give another output_dir"):
+        check_output(tmp_path, (0, 1))

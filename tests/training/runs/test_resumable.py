@@ -16,16 +16,19 @@ from torch.utils.data import DataLoader, RandomSampler
 from transformers.trainer_utils import get_last_checkpoint
 
 from medusa_heads.config import HeadsConfig
+from medusa_heads.contents import DRAFT_FILE, is_draft
 from medusa_heads.heads import DraftHeads
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.hidden.layout import Layout
 from medusa_heads.training.hidden.states import DrawnOrder, ShardLocalOrder
+from medusa_heads.training.runs.draft import train_draft
 from medusa_heads.training.runs.heads import train_heads
 from medusa_heads.training.runs.record import check_same_run
 from medusa_heads.training.runs.resumable import (
     checkpoints,
     find_checkpoint,
+    find_start,
     is_whole,
     last_checkpoint,
     with_order,
@@ -186,6 +189,61 @@ def test_a_story_that_cannot_be_read_is_named(
         story.write_text(damaged)
         with pytest.raises(ValueError, match=r"(?s)run.yaml' is damaged .*another checkpoint"):
             run(resume_from_checkpoint="last")
+
+
+@pytest.mark.parametrize("train", [train_heads, train_draft])
+@pytest.mark.parametrize("more", [{}, {"overwrite_output_dir": True}], ids=["plain", "overwrite"])
+def test_a_run_writes_over_no_model(
+    train: Callable[..., Any],
+    more: dict[str, bool],
+    target: TargetModel,
+    make_rows: Rows,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However its folder is spelt, and whether it is the target's or another model's."""
+    model = tmp_path / "model"
+    target.model.save_pretrained(model)
+    (tmp_path / "link").symlink_to(model)
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    monkeypatch.chdir(tmp_path)
+    for output in (model, "model", "link", "./link/../model/"):
+        for name, said in ((str(model), "the target .* would write over it"), ("x/y", "no run of")):
+            with pytest.raises(ValueError, match=f"{said}.*: choose another output_dir"):
+                train(name, make_rows(4), output_dir=output, **more)
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+
+
+def test_no_target_is_removed_with_the_checkpoints_that_it_is_one_of(tmp_path: Path) -> None:
+    """Nor a draft model of this package that is the target now."""
+    target = tmp_path / "checkpoint-500"
+    target.mkdir()
+    (tmp_path / DRAFT_FILE).touch()
+    for name, resume in ((target, "auto"), (target, None), (tmp_path, None)):
+        with pytest.raises(ValueError, match=r"the target .* would write over it"):
+            find_start(tmp_path, resume, str(name), overwrite=True)
+
+
+def test_a_draft_run_that_was_killed_in_its_last_save_goes_on(
+    target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    """The model's files are in their places, and what vouches for them is not."""
+    told: dict[str, Any] = {"metric_for_best_model": "loss", "max_steps": 1, "save_steps": 1}
+    given: dict[str, Any] = {"output_dir": tmp_path, "training_args": quick(tmp_path, **told)}
+    train_draft(target, make_rows(4), eval_dataset=make_rows(2, seed=7), **given)
+    (tmp_path / DRAFT_FILE).unlink()
+    given |= {"training_args": quick(tmp_path, **told), "resume_from_checkpoint": "last"}
+    train_draft(target, make_rows(4), eval_dataset=make_rows(2, seed=7), **given)
+    assert is_draft(tmp_path)
+    given |= {"training_args": quick(tmp_path, **told), "resume_from_checkpoint": None}
+    train_draft(
+        target,
+        make_rows(4),
+        eval_dataset=make_rows(2, seed=7),
+        **given,
+        overwrite_output_dir=True,
+    )
+    assert is_draft(tmp_path)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
