@@ -57,3 +57,9 @@ def test_the_opposite_of_a_switch_says_so(parser: Any) -> None:
     shown = " ".join(parser.format_help().split())
     assert "--no_load_best_model_at_end Switch --load_best_model_at_end off." in shown
     assert shown.startswith("usage: train-heads --model_name_or_path MODEL_NAME_OR_PATH --dataset")
+
+
+@pytest.mark.parametrize("parser", ["medusa-heads generate", "medusa-heads chat"], indirect=True)
+def test_a_flag_that_begins_as_the_opposite_of_a_switch_is_no_such(parser: Any) -> None:
+    shown = " ".join(parser.format_help().split())
+    assert "--no_repeat_ngram_size NO_REPEAT_NGRAM_SIZE Never repeat a sequence of this" in shown

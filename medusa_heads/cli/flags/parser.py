@@ -64,7 +64,7 @@ def make_parser(
     parser.error = refuse
     usage = [prog]
     for action in parser._actions:
-        if action.option_strings[0].startswith("--no_"):
+        if _switches_off(action):
             action.help = f"Switch --{action.dest} off."
         name = action.dest.upper()
         if action.dest in positional:
@@ -74,6 +74,11 @@ def make_parser(
     parser.usage = " ".join([*usage, "[flags]"])
     parser.add_argument("--config", metavar="FILE.yaml", help="Values for any of these flags.")
     return parser
+
+
+def _switches_off(action: Action) -> bool:
+    """Whether it is the opposite of a switch, which HfArgumentParser makes of one that is on."""
+    return action.option_strings[0] == f"--no_{action.dest}"
 
 
 class _HelpFormatter(ArgumentDefaultsHelpFormatter):
@@ -91,7 +96,7 @@ class _HelpFormatter(ArgumentDefaultsHelpFormatter):
         return "\n\n".join(paragraphs)
 
     def _get_help_string(self, action: Action) -> str | None:
-        if action.default in (None, [], SUPPRESS) or action.option_strings[0].startswith("--no_"):
+        if action.default in (None, [], SUPPRESS) or _switches_off(action):
             return action.help
         return super()._get_help_string(action)
 
