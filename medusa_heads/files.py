@@ -193,13 +193,20 @@ def parse_json(text: str) -> Any:
         raise json.JSONDecodeError("a number is too long", text, 0) from None
 
 
+def why_closed(error: OSError) -> str:
+    """What the system says of a file that it does not open, which may be whole, and what to do."""
+    return f"cannot be read ({error.strerror or error}): see whether it is a file you may read"
+
+
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """A JSON file that holds an object; ValueError where it is missing, unreadable or no such."""
     try:
         content = parse_json(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"expected a JSON file at {str(path)!r}, found none") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ValueError(f"{path} {why_closed(error)}") from error
+    except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}): the file is damaged") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds {type(content).__name__}, expected a JSON object")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
+from medusa_heads.checkpoint.tensor_file import mapped_tensors
 from medusa_heads.files import (
     check_folder,
     expanded,
@@ -144,3 +146,22 @@ def test_what_no_parser_reads_is_no_json(text: str, why: str, tmp_path: Path) ->
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(ValueError, match=rf"a\.json is not valid JSON .*{why}"):
         read_json(tmp_path / "a.json")
+
+
+def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot be read \(Is a directory\): see whether it is a"):
+        read_json(tmp_path)
+    root = os.geteuid() == 0  # who may read everything
+    with TemporaryDirectory() as folder:  # others may come as far as there
+        os.chmod(folder, 0o755)
+        path = Path(folder, "a.json")
+        path.touch(0)
+        if root:
+            os.seteuid(65534)
+        try:
+            for read in (read_json, mapped_tensors):
+                with pytest.raises(ValueError, match=r"a\.json cannot be read \(Permission denied"):
+                    read(path)
+        finally:
+            if root:
+                os.seteuid(0)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads.errors import first_line
+from medusa_heads.files import why_closed
 
 _BEGINNINGS = {
     b"GGUF": "it is a GGUF file, for llama.cpp: take the one that it was made from",
@@ -41,6 +42,11 @@ def mapped_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
     if not Path(path).is_file():
         raise ValueError(f"expected the heads' weights at {str(path)!r}, found none")
+    try:
+        with open(path, "rb"):
+            pass
+    except OSError as error:
+        raise ValueError(f"{path} {why_closed(error)}") from error
     try:
         tensors = load_file(path)
     # TypeError: a size that torch's integers do not hold.
