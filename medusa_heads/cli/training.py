@@ -189,7 +189,9 @@ class Command:
         distill, seed = self.to_distill, self.to_optimise.seed
         length = distill.prompt_length
         target.check_length(
-            length + distill.continuation_length, "prompt_length + continuation_length"
+            length + distill.continuation_length,
+            "prompt_length + continuation_length",
+            "lower one of them",
         )
         if self.held_out is None:
             share, rows = self.to_data.eval_share, self.to_data.eval_rows

@@ -157,13 +157,18 @@ class TargetModel(HiddenReader):
         limit = self.max_positions
         return positions.clamp(min=0, max=None if limit is None else limit - 1)
 
-    def check_length(self, tokens: int, what: str = "text") -> None:
-        """Raises ValueError where so many tokens of `what` do not fit the target's context."""
+    def check_length(
+        self,
+        tokens: int,
+        what: str = "text",
+        instead: str = "ask for fewer new tokens or shorter text",
+    ) -> None:
+        """Raises ValueError where so many tokens of `what` do not fit the target's context, which
+        says what to do `instead`."""
         limit = self.max_positions
         if limit is not None and tokens > limit:
             raise ValueError(
-                f"{tokens} tokens ({what}) do not fit the target's context of {limit}: ask for "
-                "fewer new tokens or shorter text"
+                f"{tokens} tokens ({what}) do not fit the target's context of {limit}: {instead}"
             )
 
     @property

@@ -166,7 +166,7 @@ def test_hidden_states_are_kept_and_read(
         (["--num_heads", "0"], "num_heads must be at least 1, got 0"),
         (["--features", "9"], "features asks for layer 9, and LlamaForCausalLM has the layers 0"),
         (["--features", "1", "1"], "features must be different numbers of layers"),
-        (["--max_length", "65"], "do not fit the target's context of 64"),
+        (["--max_length", "65"], "do not fit the target's context of 64: lower max_length"),
         (
             ["--self_distill", "--prompt_length", "60", "--continuation_length", "5"],
             "do not fit the target's context of 64",

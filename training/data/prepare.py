@@ -156,7 +156,7 @@ def prepare_data(
         )
     parts = [part for part in (corpus, held_out) if part is not None]
     if any(part.format.name != "tokens" for part in parts):
-        target.check_length(settings.max_length, "max_length")
+        target.check_length(settings.max_length, "max_length", "lower max_length")
         tokenizer = tokenizer or find_tokenizer(target.name_or_path, target.revision)
     if settings.packing and target.device.type != "meta":
         check_packing(target)

@@ -39,7 +39,7 @@ def draw_rows(
     ValueError: text that cannot be used, or too little: somewhere `num_heads` tokens ahead must be
     known."""
     if corpus.format.name != "tokens":
-        target.check_length(settings.max_length, "max_length")
+        target.check_length(settings.max_length, "max_length", "lower max_length")
     tokeniser = make_tokeniser(corpus, tokenizer, settings, target)
     generator = np.random.default_rng(seed)
     documents = generator.permutation(len(corpus.rows)).tolist()

@@ -212,7 +212,7 @@ def test_packing_fills_rows_and_leaves_the_held_out_ones(
 def test_a_corpus_without_text(target: TargetModel, tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ValueError, match="the corpus is empty: give one with text"):
         prepared(target, tokenizer, [{"text": ""}], on_bad_row="skip")
-    with pytest.raises(ValueError, match="do not fit the target's context of 64"):
+    with pytest.raises(ValueError, match="do not fit the target's context of 64: lower max_length"):
         prepared(target, tokenizer, [{"text": "w1"}], max_length=65)
 
 
