@@ -60,7 +60,8 @@ def test_a_draft_model_is_no_target_to_measure(folder: Path) -> None:
 def test_what_this_package_writes_is_no_foreign_model(folder: Path, tmp_path: Path) -> None:
     """Beside it, what only another program writes is one."""
     assert foreign_model(folder / "target") == "config.json"
-    assert not any(map(foreign_model, (folder / "heads", folder / "draft", tmp_path, "nowhere")))
+    for own in (folder / "heads", folder / "draft", tmp_path, tmp_path / "nowhere"):
+        assert foreign_model(own) is None
     (tmp_path / "model.safetensors").touch()
     assert foreign_model(tmp_path) == "model.safetensors"
     (tmp_path / MTP_FILE).touch()

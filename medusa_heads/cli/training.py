@@ -14,7 +14,7 @@ from medusa_heads.data.finding import find_names
 from medusa_heads.inference.regeneration.arguments import DistillArguments
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.arguments.target import TargetArguments
-from medusa_heads.training.arguments.training import OptimisationArguments
+from medusa_heads.training.arguments.training import OptimisationArguments, further_arguments
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -40,6 +40,7 @@ class Command:
     def __post_init__(self) -> None:
         # A mistyped path is answered before torch is loaded, which takes seconds.
         find_names([*self.to_data.dataset, *(self.to_data.eval_dataset or [])])
+        further_arguments(self.to_optimise)  # read again when those of the run are made
         if self.trains and not self.to_optimise.dry_run:
             from medusa_heads.training.runs.resumable import find_start
 

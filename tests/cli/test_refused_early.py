@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from medusa_heads import machine
+from medusa_heads.cli import train_draft, train_heads
 from medusa_heads.cli.main import main
 from tests.conftest import Refused
 
@@ -85,3 +87,33 @@ def test_a_place_to_serve_at_is_looked_for_before_a_target_is_loaded(
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert "serving needs uvicorn: pip install" in refused(main, command)
+
+
+@pytest.mark.parametrize("train", [train_heads.main, train_draft.main], ids=["heads", "draft"])
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--output_dir", "taken"], "expected a folder at 'taken', found a file"),
+        (["--output_dir", "model"], "'model' holds a model that no run of medusa-heads wrote"),
+        (["--resume_from_checkpoint", "nix"], "expected a whole checkpoint in the folder 'nix'"),
+        (["--training_args", "{bad"], "training_args must be a JSON object, got '{bad'"),
+        (["--training_args", '{"max_grad_norm": "x"}'], "max_grad_norm must be of type float"),
+        (["--training_args", '{"max_grad_nrom": 1}'], "did you mean 'max_grad_norm'?"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused_before_its_text_is_read(
+    train: Callable[[list[str]], int],
+    flags: list[str],
+    said: str,
+    refused: Refused,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which would be refused as well, and so would the target."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("taken", "empty.jsonl"):
+        Path(name).touch()
+    Path("model").mkdir()
+    Path("model", "config.json").write_text('{"model_type": "llama"}')
+    given = ["--model_name_or_path", "./nowhere", "--dataset", "empty.jsonl"]
+    assert said in refused(train, [*given, *flags])

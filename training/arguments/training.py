@@ -3,9 +3,10 @@
 import difflib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
-from medusa_heads.settings import above_zero, at_least, flag, mapping
+from medusa_heads.settings import above_zero, at_least, coerce, flag, mapping
 
 if TYPE_CHECKING:
     from medusa_heads.training.arguments.rates import RunArguments
@@ -19,6 +20,7 @@ OF_THE_RUN = (
     "measure_steps",
     "training_args",
 )
+_PLAIN = {bool, int, float, NoneType}  # of others transformers takes more than their types say
 SHARED_LEARNING_RATE = 5e-3
 OWN_LEARNING_RATE = 1e-3
 
@@ -110,6 +112,7 @@ class OptimisationArguments:
             )
         if not 0 <= self.warmup_share < 1:
             raise ValueError(f"warmup_share must lie in [0, 1), got {self.warmup_share}")
+        mapping(self, "training_args")
 
 
 def to_training_arguments(
@@ -123,10 +126,10 @@ def to_training_arguments(
     goes by the vocab_matrix of heads.
 
     `autocast` says whether to train in bf16 where `arguments` do not, told the device if that is
-    certain. ValueError: a field of `training_args` is unknown or has a flag, or a value is refused.
+    certain. ValueError: see `further_arguments`; or a value is refused.
     """
     import torch
-    from transformers import SchedulerType, TrainingArguments
+    from transformers import SchedulerType
 
     from medusa_heads.training.arguments.rates import RunArguments
 
@@ -134,8 +137,7 @@ def to_training_arguments(
         raise ValueError(
             f"lr_scheduler_type must be one of {known}, got {arguments.lr_scheduler_type!r}"
         )
-    extra = mapping(arguments, "training_args")
-    _check_extra(extra, {f.name for f in fields(TrainingArguments)})
+    extra = further_arguments(arguments)
     values = {name: value for name, value in asdict(arguments).items() if name not in OF_THE_RUN}
     values["warmup_steps"] = values.pop("warmup_share")
     values["rates_by_width"] = values["learning_rate"] is None
@@ -183,7 +185,23 @@ def _check_trackers(names: list[str]) -> None:
             raise ValueError(f"report_to {name} cannot be used: {error}") from error
 
 
-def _check_extra(given: dict[str, Any], known: set[str]) -> None:
+def further_arguments(arguments: OptimisationArguments) -> dict[str, Any]:
+    """What `training_args` say. ValueError: a field is unknown or has a flag, or is a number or a
+    switch and is given something else."""
+    from transformers import TrainingArguments
+
+    given = mapping(arguments, "training_args")
+    hints = get_type_hints(TrainingArguments) if given else {}
+    _check_names(given, {f.name for f in fields(TrainingArguments)})
+    return {
+        name: coerce(value, hints[name], f"training_args: {name}")
+        if set(get_args(hints[name]) or (hints[name],)) <= _PLAIN
+        else value
+        for name, value in given.items()
+    }
+
+
+def _check_names(given: dict[str, Any], known: set[str]) -> None:
     flags = {f.name for f in fields(OptimisationArguments)}
     for name in given:
         if name in flags:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from medusa_heads.cli.choices import print_choices
 from medusa_heads.cli.decoding import describe, load_drafting_model, warn_if_lossy, with_own_drafter
 from medusa_heads.cli.flags.arguments import command
-from medusa_heads.cli.flags.config_file import coerce
 from medusa_heads.cli.flags.decoding import (
     DecodingArguments,
     ModelArguments,
@@ -20,7 +19,7 @@ from medusa_heads.cli.flags.decoding import (
     generation_options,
 )
 from medusa_heads.plain_yaml import parse_yaml
-from medusa_heads.settings import flag
+from medusa_heads.settings import coerce, flag
 
 if TYPE_CHECKING:
     from medusa_heads.cli.conversation import Conversation

@@ -10,8 +10,9 @@ import torch
 from safetensors import SafetensorError
 
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
-from medusa_heads.cli.flags.config_file import coerce, read_config
+from medusa_heads.cli.flags.config_file import read_config
 from medusa_heads.errors import MedusaWarning
+from medusa_heads.settings import coerce
 
 
 @dataclass

@@ -9,7 +9,11 @@ from medusa_heads.cli.flags.arguments import parse_arguments
 from medusa_heads.config import HeadsConfig
 from medusa_heads.training.arguments.draft import DraftArguments
 from medusa_heads.training.arguments.target import TargetArguments
-from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
+from medusa_heads.training.arguments.training import (
+    OptimisationArguments,
+    further_arguments,
+    to_training_arguments,
+)
 
 
 def test_the_run_is_what_the_flags_say(tmp_path: Path) -> None:
@@ -45,11 +49,24 @@ def test_own_matrices_learn_at_a_lower_rate_unless_one_is_given(tmp_path: Path) 
         ({"learning_rate": 1}, "'learning_rate' has a key of its own"),
         ('{"max_grad_norm"', "must be a JSON object"),
         ("[1]", "must map names to values"),
+        ({"max_grad_norm": "x"}, "training_args: max_grad_norm must be of type float, got 'x'"),
+        ({"max_grad_norm": None}, "max_grad_norm must be of type float, got None"),
+        ({"data_seed": 1.5}, "training_args: data_seed must be of type int, got 1.5"),
+        ({"use_cpu": "yes"}, "training_args: use_cpu must be of type bool, got 'yes'"),
+        ('{"dataloader_num_workers": true}', "must be of type int, got True"),
     ],
 )
-def test_further_training_arguments_are_checked_by_name(extra: Any, message: str) -> None:
+def test_further_training_arguments_are_checked_by_name_and_type(extra: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         to_training_arguments(OptimisationArguments(training_args=extra), "shared")
+
+
+def test_further_training_arguments_are_read_as_flags_are() -> None:
+    """YAML takes 1e-4 for a word."""
+    extra = {"adam_epsilon": "1e-4", "max_grad_norm": 1, "tf32": None, "optim_args": "a=1"}
+    given = OptimisationArguments(training_args=extra)
+    assert further_arguments(given) == extra | {"adam_epsilon": 1e-4, "max_grad_norm": 1.0}
+    assert further_arguments(OptimisationArguments()) == {}
 
 
 @pytest.mark.parametrize(
