@@ -23,7 +23,13 @@ DRAFTING = [
     ([*HEADS, "--tree", "nowhere.json"], "expected a JSON list of rank paths at 'nowhere.json'"),
     ([*HEADS, "--tree", "16:3"], "got '16:3'"),
     ([*HEADS, "--tree", "chain", "--corpus", "{}"], "continued by the trees auto, N+suffix"),
+    ([*HEADS, "--tree", "bla"], "tree must be auto, none"),
+    ([*DRAFT, "--tree", "bla"], "a draft model's tree must be auto"),
+    ([*ALONE, "auto", "--tree", "bla"], "a tree is of heads or a draft model"),
+    ([*ALONE, "bla"], "drafter must be one of"),
     ([*HEADS, "--tau", "1"], "lossless acceptance has no setting"),
+    ([*DRAFT, "--epsilon", "0.1"], "lossless acceptance has no setting"),
+    ([*ALONE, "auto", "--epsilon", "0.1"], "lossless acceptance has no setting"),
     (
         [*HEADS, "--tree", "8+suffix", "--acceptance", "threshold"],
         "leave '+suffix' out",
@@ -35,6 +41,13 @@ DRAFTING = [
     ([*ALONE, "early_exit:0+suffix"], "keeps at least 1 of the target's layers"),
 ]
 TEXT = [
+    ([*HEADS, "--max_new_tokens", "0"], "max_new_tokens must be at least 1, got 0"),
+    ([*HEADS, "--max_new_tokens", "-3"], "max_new_tokens must be at least 1, got -3"),
+    ([*HEADS, "--temperature", "0"], "temperature must be above 0, got 0.0: leave sampling off"),
+    ([*DRAFT, "--temperature", "-1"], "temperature must be above 0, got -1.0: leave sampling off"),
+    ([*HEADS, "--top_k", "-1"], "top_k must be at least 0, got -1"),
+    ([*HEADS, "--min_p", "2"], "min_p must be at least 0 and at most 1, got 2.0"),
+    ([*ALONE, "auto", "--repetition_penalty", "0"], "repetition_penalty must be above 0, got 0.0"),
     ([*HEADS, "--top_p", "2"], "top_p must be above 0"),
     ([*HEADS, "--compile_late", "--deterministic"], "goes by clocks"),
     ([*HEADS, "--compile", "--compile_steps"], "exclude each other"),

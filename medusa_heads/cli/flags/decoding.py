@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any, Literal
 
 from medusa_heads.files import half_character
-from medusa_heads.settings import at_least, flag
+from medusa_heads.settings import above_zero, at_least, flag
 from medusa_heads.shared_flags import LoadingFlags
 
 ACCEPTANCE_SETTINGS = ("epsilon", "delta", "threshold", "tau")
@@ -150,14 +150,23 @@ def generation_options(arguments: DecodingArguments, tokenizer: Any) -> dict[str
     for name in ("top_p", "typical_p"):
         if not 0 < chosen.get(name, 1) <= 1:
             raise ValueError(f"{name} must be above 0 and at most 1, got {chosen[name]}")
+    if not 0 <= chosen.get("min_p", 0) <= 1:
+        raise ValueError(f"min_p must be at least 0 and at most 1, got {chosen['min_p']}")
     for name, value in chosen.items():
         if not math.isfinite(value):
             raise ValueError(f"{name} must be a finite number, got {value}")
+    if chosen.get("temperature", 1) <= 0:
+        raise ValueError(
+            f"temperature must be above 0, got {chosen['temperature']}: leave sampling off for the "
+            f"likeliest tokens, that is do_sample, {', '.join(SAMPLING[:-1])} and {SAMPLING[-1]}"
+        )
+    above_zero(arguments, "repetition_penalty")
+    at_least(arguments, 1, "max_new_tokens")
     if not -(2**63) <= arguments.seed < 2**64:
         raise ValueError(f"seed must be a number of 64 bits, got {arguments.seed}")
     if "" in arguments.stop:
         raise ValueError("a stop string must not be empty: every text ends in it")
-    at_least(arguments, 0, "no_repeat_ngram_size")
+    at_least(arguments, 0, "top_k", "no_repeat_ngram_size")
     options = {
         "max_new_tokens": arguments.max_new_tokens,
         "do_sample": arguments.do_sample or bool(set(SAMPLING) & set(chosen)),
