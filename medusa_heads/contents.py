@@ -7,6 +7,7 @@ from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 
+from medusa_heads.errors import NoModel
 from medusa_heads.files import expanded, read_json
 
 SIDECAR_FILE = "medusa_heads.json"  # beside heads
@@ -82,9 +83,9 @@ def _is_foreign(folder: str | os.PathLike[str]) -> bool:
 
 
 def refuse_heads(name: str | os.PathLike[str]) -> None:
-    """Raises ValueError where heads stand in the place of a model."""
+    """Raises NoModel where heads stand in the place of a model."""
     if is_heads(expanded(name)):
-        raise ValueError(
+        raise NoModel(
             f"expected a causal language model at {os.fspath(name)!r}, found heads, which only "
             "draft on their target: name a whole model here, and heads where a command asks for a "
             "heads checkpoint"

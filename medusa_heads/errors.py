@@ -16,6 +16,10 @@ class UnsupportedArchitecture(ValueError):
         self.suggestion = suggestion
 
 
+class NoModel(ValueError):
+    """Where a model was named there is none, or none that can be loaded."""
+
+
 class MedusaWarning(UserWarning):
     """What a user should know of a call that goes on: a sentence, which commands print as such."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_heads.checkpoint.stored_heads import read_sidecar
 from medusa_heads.contents import is_model
+from medusa_heads.errors import NoModel
 from medusa_heads.hub.names import is_repo_id, split_revision
 from medusa_heads.target.loading import refuse_code_of
 from medusa_heads.target.target import TargetModel
@@ -54,10 +55,10 @@ def load_target(
         options.setdefault("revision", revision)
     try:
         return TargetModel.from_pretrained(name, **options)
-    except ValueError as error:
+    except NoModel as error:
         if given is not None:
             raise
-        raise ValueError(
+        raise NoModel(
             f"{error} (the files in {str(checkpoint)!r} name it as their target; pass target= "
             "(--target) where it is elsewhere)"
         ) from error

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from medusa_heads.contents import refuse_heads
-from medusa_heads.errors import first_line
+from medusa_heads.errors import NoModel, first_line
 from medusa_heads.files import expanded, is_path
 from medusa_heads.hub_probe import hub_failure
 from medusa_heads.machine import Choice, Shape, Use, as_dtype, choose, find_device
@@ -55,7 +55,7 @@ def load_causal_lm(
     if is_path(name):
         name = str(expanded(name))
         if not Path(name).is_dir():
-            raise ValueError(f"expected a causal language model in a folder {name!r}, found none")
+            raise NoModel(f"expected a causal language model in a folder {name!r}, found none")
     laid = kwargs.get("device_map")
     if isinstance(laid, Mapping):
         _check_devices(laid)
@@ -93,7 +93,7 @@ def load_causal_lm(
             *(OSError, ValueError, ImportError, RuntimeError),
             *(SafetensorError, StrictDataclassError),
         ) as error:
-            raise ValueError(
+            raise NoModel(
                 f"expected a causal language model (a hub id or a local folder) at {name!r}: "
                 + first_line(error)
             ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,3 +38,23 @@ def test_heads_are_used_from_another_folder_than_they_were_trained_in(
     sidecar["target"]["revision"] = "abc"
     (folder / "medusa_heads.json").write_text(json.dumps(sidecar))
     assert named_target(folder) == ("assets/target", "abc")
+
+
+def test_only_of_a_target_that_is_not_there_it_is_said_who_named_it(
+    tiny_llama: TinyLlama, tmp_path: Path
+) -> None:
+    tiny_llama().save_pretrained(tmp_path / "target")
+    target = TargetModel.from_pretrained(str(tmp_path / "target"))
+    heads = tmp_path / "heads"
+    save_heads(heads, MedusaHeads.from_target(target, HeadsConfig(num_heads=2)), target)
+    mistakes: list[tuple[dict[str, Any], str]] = [
+        ({"device": "nowhere"}, "expected a device such as cpu or cuda, got 'nowhere'"),
+        ({"dtype": "bla"}, "expected a dtype such as float32 or bfloat16, got 'bla'"),
+    ]
+    for asked, said in mistakes:
+        with pytest.raises(ValueError, match=said) as raised:
+            MedusaModel.from_pretrained(heads, **asked)
+        assert "name it as their target" not in str(raised.value)
+    (tmp_path / "target").rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match="name it as their target; pass target="):
+        MedusaModel.from_pretrained(heads)
