@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -33,6 +34,7 @@ TRACEBACK_VARIABLE = "MEDUSA_HEADS_TRACEBACK"
 Presets = Mapping[str, Mapping[str, Mapping[str, Any]]]
 # The logger, and what it says whenever peft is imported where a package is not that nobody needs.
 _NOISE = ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward")
+_SIGPIPE = 13  # which some systems do not have
 _LONGEST = 1200  # characters of a sentence
 # In the system's words, which safetensors repeats, and in those of torch.save.
 _FULL_DISK = (os.strerror(errno.ENOSPC), "PytorchStreamWriter", "unexpected pos")
@@ -40,7 +42,7 @@ _FULL_DISK = (os.strerror(errno.ENOSPC), "PytorchStreamWriter", "unexpected pos"
 
 def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> int:
     """Run a command and return its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C, 143 for
-    SIGTERM, which ends it as Ctrl-C does.
+    SIGTERM, which ends it as Ctrl-C does, 141 where nobody reads on what it prints.
 
     A ValueError, an OSError, or what a library says of a full disk or memory becomes one sentence
     on stderr; with `MEDUSA_HEADS_TRACEBACK=1` it is raised as it is. Anything else is a fault of
@@ -52,6 +54,7 @@ def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> in
     try:
         with _own_warnings_as_sentences(prog), _ended_by_sigterm():
             main()
+            sys.stdout.flush()  # what it could not take is known here
     except _Terminated:
         print(f"{prog}: ended by SIGTERM", file=sys.stderr)
         return 128 + signal.SIGTERM
@@ -59,6 +62,8 @@ def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> in
         print(f"{prog}: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            return 128 + _SIGPIPE
         full = any(words in str(error) for words in _FULL_DISK)
         # Of torch by its name: most commands end without importing it.
         crowded = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
@@ -81,6 +86,22 @@ def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> in
     finally:
         forget_choices()
     return 0
+
+
+def _nobody_reads() -> bool:
+    """Whether standard output is a pipe that is closed at its other end; what it still holds is
+    then dropped, of which Python would complain in the end."""
+    try:
+        output, poll = sys.stdout.fileno(), select.poll()
+    except (AttributeError, OSError):  # no file, or a system that does not tell
+        return False
+    poll.register(output, 0)
+    if not poll.poll(0):
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, output)
+    os.close(nowhere)
+    return True
 
 
 class _Terminated(SystemExit):

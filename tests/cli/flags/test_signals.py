@@ -1,5 +1,8 @@
 """Commands that Ctrl-C or SIGTERM ends, wherever it comes."""
 
+import errno
+import io
+import os
 import signal
 import sys
 import time
@@ -21,6 +24,28 @@ def test_interruption_and_faults_of_the_program(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == "tool: interrupted\n"
     with pytest.raises(RuntimeError):
         run_command(fault)
+
+
+@pytest.mark.parametrize("flush", [True, False])
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_command_whose_output_nobody_reads_on_ends_without_a_word(
+    flush: bool, direct: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind `| head -1`; also where it printed little, which waits for its end."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with io.TextIOWrapper(os.fdopen(writer, "wb", 0 if direct else -1)) as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert run_command(lambda: print("text", flush=flush), prog="tool") == 141
+    assert capsys.readouterr().err == ""
+
+
+def test_a_connection_that_breaks_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    def upload() -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    assert run_command(upload, prog="tool") == 2
+    assert capsys.readouterr().err == "tool: error: [Errno 32] Broken pipe\n"
 
 
 def test_sigterm_ends_a_command_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
