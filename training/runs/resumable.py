@@ -94,6 +94,15 @@ def last_checkpoint(output: Path) -> Path | None:
     return None
 
 
+def say_how_to_go_on(output: Path) -> None:
+    """A line for whoever has interrupted a run, where there is something to go on from."""
+    if (checkpoint := last_checkpoint(output)) is not None:
+        logger.warning(
+            "interrupted; the last checkpoint is %s: go on with --resume_from_checkpoint last",
+            checkpoint,
+        )
+
+
 def find_checkpoint(name: str | None, output: Path) -> str | None:
     """The checkpoint to go on from: a folder; `"last"`, the newest whole one in `output`; `"auto"`,
     likewise, but None where there is none; or None. Raises ValueError: there is none, or it is not

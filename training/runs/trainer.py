@@ -166,6 +166,10 @@ class TaughtTrainer(Trainer, ABC):
             return TrainOutput(state.global_step, 0.0, {})
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
+        except KeyboardInterrupt:
+            if self.is_world_process_zero():
+                resumable.say_how_to_go_on(Path(self._get_output_dir(trial=None)))
+            raise
         finally:
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, Interruptions):

@@ -1,4 +1,4 @@
-"""Best heads, early stopping, and SIGTERM."""
+"""Best heads, early stopping, Ctrl-C and SIGTERM."""
 
 import json
 import signal
@@ -107,6 +107,35 @@ def test_a_run_that_fails_hands_sigterm_back(
     with pytest.raises(RuntimeError, match="out of memory"):
         trainer.train()
     assert signal.getsignal(signal.SIGTERM) == handler
+
+
+class Interrupt(TrainerCallback):
+    """Ctrl-C behind a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(("step", "said"), [(1, False), (5, True)])
+def test_who_interrupts_a_run_is_told_how_it_goes_on(
+    step: int,
+    said: bool,
+    target: TargetModel,
+    make_rows: Rows,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
+    args, callbacks = quick(tmp_path, 8, save_steps=4), [Interrupt(step)]
+    trainer = HeadsTrainer(heads, target, args, make_rows(20), make_rows(4), callbacks=callbacks)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    sentence = f"is {tmp_path / 'checkpoint-4'}: go on with --resume_from_checkpoint last"
+    assert (sentence in caplog.text) == said == ("interrupted" in caplog.text)
 
 
 def test_sigterm_ends_with_a_checkpoint_that_goes_on_exactly(
