@@ -15,7 +15,7 @@ from medusa_heads.cli.choices import apply_choice, print_choices
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.errors import first_line
 from medusa_heads.files import check_folder
-from medusa_heads.settings import flag
+from medusa_heads.settings import at_least, flag
 from medusa_heads.shared_flags import DeviceFlag, RemoteCodeFlag
 
 if TYPE_CHECKING:
@@ -63,7 +63,9 @@ class BenchmarkArguments(DeviceFlag, RemoteCodeFlag):
         "Spec-Bench. Default: windows of Python's standard library, from packages that no "
         "training here has seen: give your own prompts for a chat model.",
     )
-    num_prompts: int = flag(20, "Prompts to measure on, from all categories in turn; 0: all.")
+    num_prompts: int = flag(
+        20, "Prompts to measure on, from all categories in turn; 0: all of --prompts."
+    )
     max_prompt_length: int | None = flag(None, "Leave out longer prompts, in tokens; count them.")
     prompt_length: int = flag(64, "Tokens in each of the default prompts.")
     max_new_tokens: int = flag(128, "Tokens after each prompt.")
@@ -88,8 +90,7 @@ class BenchmarkArguments(DeviceFlag, RemoteCodeFlag):
 
 def benchmark(arguments: BenchmarkArguments) -> None:
     """Measure, show the tables, write the report."""
-    if arguments.num_prompts < 0 or (arguments.prompts is None and arguments.num_prompts == 0):
-        raise ValueError(f"num_prompts must be at least 1, got {arguments.num_prompts}")
+    at_least(arguments, 1 if arguments.prompts is None else 0, "num_prompts")
     for name, known in (("dtypes", DTYPES), ("decodings", DECODINGS)):
         if unknown := [value for value in getattr(arguments, name) if value not in known]:
             raise ValueError(f"expected {name} among {', '.join(known)}, got {unknown[0]!r}")

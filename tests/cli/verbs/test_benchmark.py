@@ -133,6 +133,7 @@ def test_what_is_given_is_measured_by_default(
         (["--batch_sizes", "0"], "batch_sizes must be at least 1, got [0]"),
         (["--decodings", "beam"], "expected decodings among greedy, sampled, got 'beam'"),
         (["--num_prompts", "0"], "num_prompts must be at least 1, got 0"),
+        (["--prompts", "x", "--num_prompts", "-1"], "num_prompts must be at least 0, got -1"),
         (["--target", "other"], "leave out --target"),
         (["--prompts", "nowhere.jsonl"], "expected a file of prompts at 'nowhere.jsonl'"),
     ],

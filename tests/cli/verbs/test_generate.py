@@ -160,7 +160,10 @@ def test_bytes_that_are_no_text_are_refused(
         (["{}/heads", "--prompt", "x", "--seed", "1" * 40], "seed must be a number of 64 bits"),
         (["{}/heads", "--prompt", "x", "--stop", ""], "a stop string must not be empty"),
         (["{}/heads", "--prompt", "x", "--no-repeat-ngram-size", "-1"], "at least 0, got -1"),
-        (["{}/heads", "--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens must be at least 1"),
+        (
+            ["{}/heads", "--prompt", "x", "--max-new-tokens", "0"],
+            "max_new_tokens must be at least 1",
+        ),
         (["{}/heads", "--prompt", "x", "--device", "abacus"], "expected a device such as cpu"),
         (["{}/heads", "--prompt", "x", "--drafter", "auto"], "holds heads, and --drafter drafts"),
         (["{}/target", "--prompt", "x", "--drafter", "sufix"], "drafter must be one of auto, suff"),
