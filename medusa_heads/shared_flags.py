@@ -38,6 +38,13 @@ class TextFlags:
 
 
 @dataclass(kw_only=True)
+class BadRowFlag:
+    """What becomes of rows of a corpus that cannot be used."""
+
+    on_bad_row: Literal["error", "skip"] = flag("error", "Stop at broken rows, or count and skip.")
+
+
+@dataclass(kw_only=True)
 class MatrixFlag:
     """Whether the target's vocabulary matrix lies beside its heads."""
 

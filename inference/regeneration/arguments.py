@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass
 from typing import Literal
 
 from medusa_heads.settings import above_zero, at_least, flag
-from medusa_heads.shared_flags import LoadingFlags
+from medusa_heads.shared_flags import BadRowFlag, LoadingFlags
 
 
 @dataclass
@@ -45,7 +45,7 @@ def longest_answer(max_positions: int | None) -> int:
 
 
 @dataclass
-class RegenerateArguments(LoadingFlags):
+class RegenerateArguments(LoadingFlags, BadRowFlag):
     """What the target is asked, who answers, and where the answers go."""
 
     model_name_or_path: str = flag(
@@ -54,9 +54,9 @@ class RegenerateArguments(LoadingFlags):
     output_dir: str = flag(MISSING, "Folder for the dataset; train-heads takes it as --dataset.")
     dataset: str = flag(
         MISSING,
-        "Where the prompts come from: a hub id, a folder, a .jsonl, .json, .parquet, .csv or .txt "
-        "file, or 'stdlib' (the sources of Python's own standard library). Read is the first of "
-        "these columns that is there: messages (conversations), prompt, input_ids, text (windows "
+        "Where the prompts come from: a hub id, a folder, .jsonl, .json, .parquet, .csv or .txt "
+        "files, or 'stdlib' (the sources of Python's own standard library). Read is the first of "
+        "these columns that is there: messages or conversations, prompt, input_ids, text (windows "
         "are drawn from it).",
     )
     dataset_split: str = flag("train", "Split of the dataset.")

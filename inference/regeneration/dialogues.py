@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +13,9 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from medusa_heads.config import IGNORED
+from medusa_heads.data.bad_rows import BadRow
 from medusa_heads.data.chat import ChatTemplate
+from medusa_heads.data.formats import QUESTIONS, messages_of, recognise
 from medusa_heads.errors import MedusaWarning
 from medusa_heads.files import parse_json
 from medusa_heads.inference.regeneration.answers import NO_CONVERSATION, NO_QUESTION, TEMPLATE
@@ -24,6 +25,7 @@ Turns = Literal["last", "all"]
 Row = dict[str, "array[int]"]
 
 _ROWS_AT_ONCE = 256
+_TALKS = ("messages", "conversations")
 
 
 class Unanswerable(ValueError):
@@ -90,9 +92,10 @@ class ChatDialogue(Dialogue):
         self._fault: Unanswerable | None = None
         messages: Messages = []
         try:
-            messages = _messages(said)
-        except Unanswerable as error:
-            self._fault = error
+            # Of a row without any, nothing is asked.
+            messages = messages_of(said, "messages", ("user",)) if said else []
+        except BadRow as error:
+            self._fault = Unanswerable(NO_CONVERSATION, str(error))
         self._messages = list(messages)
         self._chat, self._tools = chat, tools
         places = [i for i, said in enumerate(messages) if said.get("role") == "assistant" and i]
@@ -149,7 +152,7 @@ class Dialogues:
         """Whether it asks in conversations, which a chat template renders."""
         kind = getattr(self.corpus.features[self.column], "dtype", None)
         of_texts = kind in ("string", "large_string", "null")
-        return self.column == "messages" or (self.column == "prompt" and not of_texts)
+        return self.column in _TALKS or (self.column == "prompt" and not of_texts)
 
     def __len__(self) -> int:
         return len(range(self.shard[0], len(self.corpus), self.shard[1]))
@@ -184,10 +187,11 @@ def read_dialogues(
     template_options: Mapping[str, Any] | None = None,
     shard: tuple[int, int] = (0, 1),
 ) -> Dialogues:
-    """What a corpus asks, by its columns: conversations in `messages` (and `tools`, where they have
-    any); prompts in `prompt`, each a text or a conversation; prompts in `input_ids`; or documents
-    in `text`, from which windows of `prompt_length` tokens are drawn by the seed. Raises
-    ValueError: no such column, no rows, or no tokenizer or chat template where one is needed.
+    """What a corpus asks, by its columns: conversations in `messages` or `conversations` (and
+    `tools`, where they have any); prompts in `prompt`, each a text or a conversation; prompts in
+    `input_ids`; or documents in `text`, from which windows of `prompt_length` tokens are drawn by
+    the seed. Raises ValueError: no such column, no rows, or no tokenizer or chat template where one
+    is needed.
 
     Args:
         tokenizer: the target's; not needed for `input_ids`.
@@ -198,11 +202,7 @@ def read_dialogues(
     """
     if not len(corpus):
         raise ValueError("the corpus is empty: give one with prompts in it")
-    columns = corpus.column_names
-    known = ("messages", "prompt", "input_ids", "text")
-    column = next((name for name in known if name in columns), None)
-    if column is None:
-        raise ValueError(f"expected a corpus with one of the columns {list(known)}, got {columns}")
+    (column,) = recognise(corpus.column_names, known=QUESTIONS).columns
     if column != "text" and num_prompts is not None:
         corpus = corpus.select(range(min(num_prompts, len(corpus))))
     _check_column(corpus, column)
@@ -260,18 +260,3 @@ def _check_column(corpus: Dataset, column: str) -> None:
         inner = getattr(found, "feature", None) if column == "input_ids" else found
         if kind not in str(getattr(inner, "dtype", None)):
             raise ValueError(f"expected {words} in the column {column!r}, got {found}")
-
-
-def _messages(asked: Any) -> Messages:
-    if isinstance(asked, str):  # tables whose messages are of unequal kinds hold them as JSON
-        with suppress(ValueError):
-            asked = parse_json(asked)
-    if asked is None:
-        return []
-    if not isinstance(asked, list) or not all(isinstance(said, Mapping) for said in asked):
-        raise Unanswerable(
-            NO_CONVERSATION,
-            f"expected a list of messages with role and content, got {str(asked)[:200]!r}",
-        )
-    # A column of messages has the fields of all of them; those a message lacks are None.
-    return [{name: value for name, value in said.items() if value is not None} for said in asked]

@@ -45,17 +45,21 @@ class BadRows:
             last = "; further ones are only counted" * (self.count == _NAMED)
             logger.warning("left out a broken row: %s%s", self.examples[-1], last)
 
+    @property
+    def named(self) -> str:
+        """The first ones, and how many more there are."""
+        unnamed = self.count - len(self.examples)
+        return "; ".join(self.examples) + f"; and {unnamed} more" * (unnamed > 0)
+
     def settle(self) -> None:
         """All rows are read: go on, with a warning where rows were left out, or raise a ValueError
         that names the first."""
         rows = "1 broken row" if self.count == 1 else f"{self.count} broken rows"
-        unnamed = self.count - len(self.examples)
-        named = "; ".join(self.examples) + f"; and {unnamed} more" * (unnamed > 0)
         if self.count and self.policy == "error":
             raise ValueError(
-                f"the corpus has {rows} ({named}): mend them, or leave them out with on_bad_row "
-                "'skip'"
+                f"the corpus has {rows} ({self.named}): mend them, or leave them out with "
+                "on_bad_row 'skip'"
             )
         if self.count > self._told:  # a later stage may find none beyond those known
-            logger.warning("left out %s: %s", rows, named)
+            logger.warning("left out %s: %s", rows, self.named)
             self._told = self.count

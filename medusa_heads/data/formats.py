@@ -1,7 +1,7 @@
 """The forms in which a corpus holds its text, recognised by their columns.
 
 Whatever the form, a row becomes one of four things: a `Document`, a `Completion` of a prompt, a
-`Conversation`, or `Tokens` that are ready.
+`Conversation`, or `Tokens` that are ready. A row that only asks may also be a `Question`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,21 @@ class Tokens:
     document: int | str | None = None
 
 
-Content = Document | Completion | Conversation | Tokens
+@dataclass(frozen=True)
+class Question:
+    """A prompt without an answer: a text."""
+
+    prompt: str
+
+
+@dataclass(frozen=True)
+class QuestionTokens:
+    """A prompt without an answer: token ids."""
+
+    input_ids: list[int]
+
+
+Content = Document | Completion | Conversation | Tokens | Question | QuestionTokens
 
 
 @dataclass(frozen=True)
@@ -93,10 +107,16 @@ class Format:
         if self.name == "tokens":
             ids, labels = (_token_ids(row[column], column) for column in self.columns)
             return Tokens(ids, labels, row.get(DOCUMENT_COLUMN))
+        if self.name == "question tokens":
+            return QuestionTokens(_token_ids(row[first], first))
+        if self.name == "question" and isinstance(row[first], str):
+            return Question(row[first])
+        if self.name in ("question", "questions"):
+            return Conversation(messages_of(row[first], first, ("user",)), 0, _tools(row))
         if self.name == "text":
             return Document(_text(row[first], first))
         if self.name == "messages":
-            messages = _messages(row[first], first)
+            messages = messages_of(row[first], first)
             return Conversation(messages, row.get(CONTEXT_COLUMN) or 0, _tools(row))
         texts = [isinstance(row[column], str) for column in self.columns]
         if all(texts):
@@ -105,7 +125,7 @@ class Format:
             raise BadRow(
                 "'prompt' and 'completion' are of two kinds, a text and a list of messages"
             )
-        context, answer = (_messages(row[column], column) for column in self.columns)
+        context, answer = (messages_of(row[column], column) for column in self.columns)
         return Conversation(context + answer, len(context), _tools(row))
 
 
@@ -116,9 +136,21 @@ FORMATS = (
     Format("prompt/completion", ("prompt", "completion")),
     Format("text", ("text",)),
 )
+"""Of what is learnt from."""
+
+QUESTIONS = (
+    Format("questions", ("messages",)),
+    Format("questions", ("conversations",)),
+    Format("question", ("prompt",)),
+    Format("question tokens", ("input_ids",)),
+    Format("text", ("text",)),
+)
+"""Of what the target is asked. Messages of an assistant may be empty: it answers anew."""
 
 
-def recognise(columns: Collection[str], text_column: str | None = None) -> Format:
+def recognise(
+    columns: Collection[str], text_column: str | None = None, known: Sequence[Format] = FORMATS
+) -> Format:
     """The format of a corpus with these columns; of several, the one that says most; a ValueError
     where it is none of them."""
     if text_column is not None:
@@ -127,9 +159,12 @@ def recognise(columns: Collection[str], text_column: str | None = None) -> Forma
                 f"expected a column {text_column!r} (text_column), got {sorted(columns)}"
             )
         return Format("text", (text_column,))
-    for known in FORMATS:
-        if set(known.columns) <= set(columns):
-            return known
+    for one in known:
+        if set(one.columns) <= set(columns):
+            return one
+    if known is not FORMATS:
+        names = [str(one) for one in known]
+        raise ValueError(f"expected a corpus with one of the columns {names}, got {[*columns]}")
     raise ValueError(
         "expected a corpus with a column 'messages', 'conversations' or 'text', or with 'prompt' "
         f"and 'completion', or with 'input_ids' and 'labels', got {sorted(columns)}: rename a "
@@ -188,14 +223,23 @@ def _tools(row: Mapping[str, Any]) -> list[Any] | None:
     return _list(row["tools"], "tools") if row.get("tools") else None
 
 
-def _messages(value: Any, column: str) -> list[dict[str, Any]]:
-    messages = [_message(message, i, column) for i, message in enumerate(_list(value, column))]
+def messages_of(
+    value: Any, column: str, say_something: Collection[str] = _SPEAKERS
+) -> list[dict[str, Any]]:
+    """The messages of a column, all with a role and a content; a BadRow where they are none, a role
+    is unknown, or a message of one of the roles `say_something` is empty."""
+    messages = [
+        _message(message, i, column, say_something)
+        for i, message in enumerate(_list(value, column))
+    ]
     if not messages:
         raise BadRow(f"{column!r} is empty")
     return messages
 
 
-def _message(message: Any, index: int, column: str) -> dict[str, Any]:
+def _message(
+    message: Any, index: int, column: str, say_something: Collection[str]
+) -> dict[str, Any]:
     where = f"message {index} of {column!r}"
     if not isinstance(message, Mapping):
         raise BadRow(f"{where} is of type {type(message).__name__}, expected a mapping")
@@ -212,7 +256,7 @@ def _message(message: Any, index: int, column: str) -> dict[str, Any]:
         raise BadRow(f"{where} has content of type {type(content).__name__}, expected a text")
     found["role"] = roles[role]
     blank = not content or (isinstance(content, str) and not content.strip())
-    if blank and found["role"] in _SPEAKERS and not found.get("tool_calls"):
+    if blank and found["role"] in say_something and not found.get("tool_calls"):
         raise BadRow(f"{where} ({role}) is empty")
     # Calls come without content, and templates write out what is given: None as 'None'.
     found["content"] = "" if content is None else content

@@ -15,6 +15,7 @@ from medusa_heads.data.finding import find_names, find_rows
 from medusa_heads.data.formats import (
     CONTEXT_COLUMN,
     DOCUMENT_COLUMN,
+    FORMATS,
     Format,
     plain_columns,
     recognise,
@@ -68,19 +69,20 @@ def load_corpus(
     text_column: str | None = None,
     on_bad_row: Literal["error", "skip"] = "error",
     streaming: bool = False,
+    known: Sequence[Format] = FORMATS,
 ) -> Corpus:
     """Find and read a corpus: `stdlib`, a hub id, a folder or a file; or several of those, globs
     among them, whose rows then are of one format. The split `"held_out"` stands for the usual
-    names, `config` is of a hub dataset, and a stream is read as it is used. Raises ValueError:
-    nothing stands there, or it cannot be read."""
+    names, `config` is of a hub dataset, and a stream is read as it is used. It has one of the
+    formats `known`. Raises ValueError: nothing stands there, or it cannot be read."""
     bad_rows = BadRows(on_bad_row, stream=streaming)
     parts = []
     for one in find_names(name):
         rows = find_rows(one, split, config, streaming=streaming)
         if isinstance(rows, list):
-            parts.append(_from_files(rows, one, text_column, bad_rows, streaming))
+            parts.append(_from_files(rows, one, text_column, bad_rows, streaming, known))
             continue
-        parts.append(as_corpus(rows, one, text_column=text_column, bad_rows=bad_rows))
+        parts.append(as_corpus(rows, one, text_column=text_column, bad_rows=bad_rows, known=known))
         if streaming and parts[-1].counted:
             parts[-1].rows = parts[-1].rows.to_iterable_dataset()
     bad_rows.settle()
@@ -99,6 +101,7 @@ def as_corpus(
     *,
     text_column: str | None = None,
     bad_rows: BadRows | None = None,
+    known: Sequence[Format] = FORMATS,
 ) -> Corpus:
     """A dataset in memory, or a stream, as a corpus; a ValueError where it is empty, or its columns
     are of no known format."""
@@ -111,7 +114,7 @@ def as_corpus(
         columns, counted = (rows.column_names if len(rows) else []), [(name, len(rows))]
     if not columns:
         raise ValueError(f"the corpus is empty: give one with text in it ({name})")
-    found = recognise(columns, text_column)
+    found = recognise(columns, text_column, known)
     found_as = str(found)
     if found.name == "text" and found.columns != ("text",):
         rows = rows.select_columns(list(found.columns)).rename_columns({found.columns[0]: "text"})
@@ -120,13 +123,22 @@ def as_corpus(
 
 
 def _from_files(
-    files: Sequence[Path], name: str, text_column: str | None, bad_rows: BadRows, streaming: bool
+    files: Sequence[Path],
+    name: str,
+    text_column: str | None,
+    bad_rows: BadRows,
+    streaming: bool,
+    known: Sequence[Format],
 ) -> Corpus:
-    found, features = _first_format(files, text_column)
+    found, features = _first_format(files, text_column, known)
     if not streaming and all(file.suffix == ".parquet" for file in files):
         tables = [_parquet_table(file) for file in files]
         corpus = as_corpus(
-            concatenate_datasets(tables), name, text_column=text_column, bad_rows=bad_rows
+            concatenate_datasets(tables),
+            name,
+            text_column=text_column,
+            bad_rows=bad_rows,
+            known=known,
         )
         named = (str(file) for file in files)
         corpus.counted = list(zip(named, map(len, tables), strict=True))
@@ -141,7 +153,7 @@ def _from_files(
         if not len(rows):
             bad_rows.settle()
             raise ValueError(f"the corpus is empty: give one with text in it ({name})")
-    return Corpus(name, rows, recognise(list(features)), str(found), bad_rows)
+    return Corpus(name, rows, recognise(list(features), known=known), str(found), bad_rows)
 
 
 def _read_once(reading: dict[str, Any], features: Features, bad_rows: BadRows) -> Dataset:
@@ -192,17 +204,19 @@ def _told_rows(reading: dict[str, Any], hangs_on: object) -> Iterator[dict[str, 
         yield {**nothing, PLACE_COLUMN: place, _PROBLEM_COLUMN: problem}
 
 
-def _first_format(files: Sequence[Path], text_column: str | None) -> tuple[Format, Features]:
+def _first_format(
+    files: Sequence[Path], text_column: str | None, known: Sequence[Format]
+) -> tuple[Format, Features]:
     """The format of the first row that can be used, and the columns of all rows that are read."""
     broken = BadRows("skip")
     problem = "give one with text in it"
     for file in files:
         for place, row in read_rows(file, broken.add):
-            found = recognise(list(row), text_column)
+            found = recognise(list(row), text_column, known)
             try:
                 columns = plain_columns(found.read(row))
             except BadRow as error:
-                problem = f"{place}: {error}"
+                broken.add(place, str(error))
                 continue
             kinds: dict[str, Any] = dict.fromkeys([*columns, PLACE_COLUMN], Value("string"))
             for name in kinds.keys() & {"input_ids", "labels"}:
@@ -211,7 +225,7 @@ def _first_format(files: Sequence[Path], text_column: str | None) -> tuple[Forma
                 kinds[CONTEXT_COLUMN] = Value("int64")
             return found, Features(kinds)
     if broken.examples:
-        problem = broken.examples[0]
+        problem = broken.named
     elif files:
         problem += f", {str(files[0])!r} has none"
     raise ValueError(f"the corpus is empty or has no row that can be used ({problem})")

@@ -44,6 +44,13 @@ def test_broken_rows_are_named_by_file_and_line(line: str, message: str, tmp_pat
         list(stream.rows)
 
 
+def test_the_first_rows_are_named_where_all_are_broken(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(as_lines([{"text": " "}] * 7))
+    told = "; ".join(f"{tmp_path}/a.jsonl:{row}: 'text' is empty" for row in range(1, 6))
+    with pytest.raises(ValueError, match=rf"no row that can be used \({told}; and 2 more\)"):
+        load_corpus(str(tmp_path / "a.jsonl"))
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

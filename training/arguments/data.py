@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from medusa_heads.settings import at_least, flag, mapping
-from medusa_heads.shared_flags import TextFlags
+from medusa_heads.shared_flags import BadRowFlag, TextFlags
 
 STREAM_EVAL_ROWS = 256
 EVAL_ROWS = 2048  # so that no evaluation grows with the text
@@ -13,7 +13,7 @@ EVAL_SHARE = 0.05
 
 
 @dataclass
-class DataArguments(TextFlags):
+class DataArguments(TextFlags, BadRowFlag):
     """Text to learn from."""
 
     dataset: list[str] = flag(
@@ -56,7 +56,6 @@ class DataArguments(TextFlags):
         "the right. Rows of tokens likewise.",
     )
     packing: bool = flag(False, "Fill rows with several documents, which do not see each other.")
-    on_bad_row: Literal["error", "skip"] = flag("error", "Stop at broken rows, or count and skip.")
     streaming: bool = flag(False, "Read the corpus while training, never whole; needs max_steps.")
     shuffle_buffer: int = flag(1000, "Rows of a stream that are shuffled at a time; 1: none.")
     dataset_num_proc: int | None = flag(None, "Processes that tokenise; not for streams.")

@@ -34,7 +34,12 @@ def regenerate(arguments: RegenerateArguments) -> None:
     shard = (arguments.shard_index, arguments.num_shards)
     check_output(folder, shard)
     options = mapping(arguments, "chat_template_kwargs")
-    corpus = read_table(arguments.dataset, arguments.dataset_split, config=arguments.dataset_config)
+    corpus = read_table(
+        arguments.dataset,
+        arguments.dataset_split,
+        config=arguments.dataset_config,
+        on_bad_row=arguments.on_bad_row,
+    )
     # Token ids need none.
     tokenizer: Any = find_tokenizer(
         arguments.model_name_or_path, trust_remote_code=arguments.trust_remote_code

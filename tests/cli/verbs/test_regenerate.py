@@ -184,7 +184,8 @@ def test_strict_is_an_error_where_an_answer_is_missing(
         (["--num_shards", "2", "--shard_index", "2"], "expected a shard_index from 0 to 1, got 2"),
         (["--num_shards", "9", "--shard_index", "8"], "expected rows in shard 8 of 9, got 6"),
         (["--max_new_tokens", "600"], "6 too long for the target's context"),
-        (["--dataset", "./nowhere.jsonl"], "there is nothing"),
+        (["--dataset", "./nowhere.jsonl"], "expected a corpus at './nowhere.jsonl', found none"),
+        (["--dataset", "BOTS"], "bots.jsonl:2: message 0 of 'messages' has the role 'bot', expec"),
         (["--chat_template_kwargs", "{"], "chat_template_kwargs must be a JSON object"),
         (["--output_dir", "TAKEN"], "was not made by regenerate"),
         (["--frobnicate", "1"], "unknown argument '--frobnicate'"),
@@ -198,7 +199,10 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     Dataset.from_dict({"a": [1]}).save_to_disk(str(tmp_path / "taken"))
-    given = [str(tmp_path / "taken") if flag == "TAKEN" else flag for flag in more]
+    bots = [{"messages": [{"role": role, "content": "Hi"}]} for role in ("user", "bot")]
+    (tmp_path / "bots.jsonl").write_text("\n".join(map(json.dumps, bots)))
+    made = {"TAKEN": str(tmp_path / "taken"), "BOTS": str(tmp_path / "bots.jsonl")}
+    given = [made.get(flag, flag) for flag in more]
     assert run(folder, tmp_path / "out", *given) == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert message.startswith("medusa-heads: error: ") and sentence in message

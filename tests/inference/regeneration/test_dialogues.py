@@ -75,8 +75,8 @@ def read(row: dict[str, Any]) -> tuple[str, list[str]]:
 
 def test_a_conversation_without_tokens_is_skipped(target: TargetModel, tmp_path: Path) -> None:
     template = "{% for said in messages %}{{ said.content }}{% endfor %}"
-    for content, reason in (("\ud800", TEMPLATE), ("", NO_QUESTION)):
-        told = json.dumps([{"role": "user", "content": content}])
+    for role, content, reason in (("user", "\ud800", TEMPLATE), ("system", "", NO_QUESTION)):
+        told = json.dumps([{"role": role, "content": content}])
         corpus = Dataset.from_dict({"messages": [json.dumps(TALK), told]})
         result = ask(target, corpus, tmp_path, template=template)
         assert result.accounting.done == 2 and result.accounting.skipped == {reason: 1}
@@ -168,10 +168,12 @@ def test_rows_of_one_conversation_are_one_document(tmp_path: Path) -> None:
 
 
 def test_what_is_no_conversation_is_skipped(target: TargetModel, tmp_path: Path) -> None:
-    corpus = Dataset.from_dict({"messages": ["hello", json.dumps(TALK[:1]), "[7]"]})
+    unknown = json.dumps([{"role": "human", "content": "hi"}])
+    corpus = Dataset.from_dict({"messages": ["hello", json.dumps(TALK[:1]), "[7]", unknown]})
     result = ask(target, corpus, tmp_path)
-    assert result.accounting.done == 1 and result.accounting.skipped == {NO_CONVERSATION: 2}
-    assert "expected a list of messages" in result.accounting.problems[0]["detail"]
+    assert result.accounting.done == 1 and result.accounting.skipped == {NO_CONVERSATION: 3}
+    details = [problem["detail"] for problem in result.accounting.problems]
+    assert "is a text and not a list" in details[0] and "has the role 'human'" in details[2]
 
 
 def test_shards_share_the_rows_and_write_what_one_process_writes(
