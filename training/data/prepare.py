@@ -7,8 +7,9 @@ length, unshifted, -100 where the text was not generated. Shapes: B batch, T tok
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from medusa_heads.target.loading import find_tokenizer
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.data import EVAL_ROWS, STREAM_EVAL_ROWS, DataArguments
 from medusa_heads.training.data.pack import check_packing
-from medusa_heads.training.data.row_facts import RowFacts, RowLimits, check_rows
+from medusa_heads.training.data.row_facts import RowFacts, RowLimits, UnfitRow, check_rows
 from medusa_heads.training.data.split import TRAINING, split_once, tokenise_once
 from medusa_heads.training.data.stream import stream_rows
 from medusa_heads.training.data.template_fit import template_mismatch
@@ -168,27 +169,28 @@ def prepare_data(
     ]
     tables = [table for table, _ in made]
     one_pass = None
-    if corpus.is_stream:
-        if max_steps <= 0:
-            raise ValueError("a stream has no known end: give max_steps to train so many steps")
-        rows, one_pass, first_documents, known = stream_rows(
-            corpus,
-            makers[0],
-            held_out=(settings.eval_rows or STREAM_EVAL_ROWS) if held_out is None else 0,
-            shuffle_buffer=settings.shuffle_buffer,
-            seed=seed,
-            packing=settings.packing,
-        )
-        measured = tables[0].rows if first_documents is None else first_documents
-        facts = check_rows(known, target, name=TRAINING, heads_reached=1)
-    else:
-        rows, known, drawn, facts = split_once(
-            corpus, made[0], target, settings, seed, draws=held_out is None
-        )
-        measured = tables[-1].rows if drawn is None else drawn
-    if held_out is not None or settings.eval_rows is settings.eval_share is None:
-        measured = _draw(measured, settings.eval_rows or EVAL_ROWS, seed)
-    held_out_facts = check_rows(measured, target, name="held-out set", heads_reached=num_heads)
+    with _named_by_place(list(zip(parts, makers, strict=True)), settings, target):
+        if corpus.is_stream:
+            if max_steps <= 0:
+                raise ValueError("a stream has no known end: give max_steps to train so many steps")
+            rows, one_pass, first_documents, known = stream_rows(
+                corpus,
+                makers[0],
+                held_out=(settings.eval_rows or STREAM_EVAL_ROWS) if held_out is None else 0,
+                shuffle_buffer=settings.shuffle_buffer,
+                seed=seed,
+                packing=settings.packing,
+            )
+            measured = tables[0].rows if first_documents is None else first_documents
+            facts = check_rows(known, target, name=TRAINING, heads_reached=1)
+        else:
+            rows, known, drawn, facts = split_once(
+                corpus, made[0], target, settings, seed, draws=held_out is None
+            )
+            measured = tables[-1].rows if drawn is None else drawn
+        if held_out is not None or settings.eval_rows is settings.eval_share is None:
+            measured = _draw(measured, settings.eval_rows or EVAL_ROWS, seed)
+        held_out_facts = check_rows(measured, target, name="held-out set", heads_reached=num_heads)
     found = [facts.doubt(TRAINING), held_out_facts.doubt("held-out set")]
     if not own_text:
         stops = stop_ids(target.model)
@@ -204,6 +206,21 @@ def prepare_data(
         tokenizer,
         [sentence for sentence in found if sentence is not None],
     )
+
+
+@contextmanager
+def _named_by_place(
+    made: Sequence[tuple[Corpus, Tokeniser]], settings: DataArguments, target: TargetModel
+) -> Iterator[None]:
+    """Within the block rows that do not fit the target are told as broken ones, all of a corpus at
+    once: each is looked at again, as where they are to be left out."""
+    try:
+        yield
+    except UnfitRow:
+        for corpus, maker in made:
+            if not corpus.is_stream:
+                tokenise_once(corpus, replace(maker, limits=RowLimits.of(target)), settings)
+        raise
 
 
 def _draw(rows: Dataset, most: int, seed: int) -> Dataset:

@@ -28,6 +28,10 @@ _LITTLE = 0.01
 _SHARDS = 64
 
 
+class UnfitRow(ValueError):
+    """A row does not fit the target, told by its number among those that were checked."""
+
+
 @dataclass(frozen=True)
 class RowFacts:
     """What was counted while a dataset was checked."""
@@ -120,7 +124,7 @@ def check_rows(
             parts = (np.split(values, np.cumsum(counts)[:-1]) for values, counts in columns)
             for place, (row_ids, row_labels) in enumerate(zip(*parts, strict=True), start=number):
                 if (problem := limits.problem(row_ids, row_labels)) is not None:
-                    raise ValueError(f"row {place} of the {name} {problem}")
+                    raise UnfitRow(f"row {place} of the {name} {problem}")
         supervised = labels != IGNORED
         if longest_run < heads_reached + 1:  # all that need be known
             ends = np.cumsum(lengths)[:-1]

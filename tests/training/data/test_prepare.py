@@ -1,5 +1,6 @@
 """From corpora to rows, and the corpora and rows that are refused."""
 
+import json
 from typing import Any
 
 import pytest
@@ -185,6 +186,27 @@ def test_rows_that_the_target_refuses_are_left_out_too(
     ]
     assert "dataset row 5: has token ids from 61 to 61, the target's vocabulary" in caplog.text
     assert "dataset row 8: has 70 tokens, more than the target's context of 64" in caplog.text
+
+
+@pytest.mark.parametrize("of_eval", [False, True])
+def test_all_rows_that_the_target_refuses_are_named_by_place(
+    target: TargetModel, of_eval: bool, tmp_path: Any
+) -> None:
+    """Also of tables of tokens, which are taken as they are, and whichever are held out."""
+    rows = [{"input_ids": [i] * 5, "labels": [i] * 5} for i in range(40)]
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    good.write_text("\n".join(map(json.dumps, rows)))
+    for row in (3, 20, 39):
+        rows[row] = {"input_ids": [61 + row] * 5, "labels": [61 + row] * 5}
+    bad.write_text("\n".join(map(json.dumps, rows)))
+    names = [str(good if of_eval else bad)]
+    settings = DataArguments(dataset=names, eval_dataset=[str(bad)] if of_eval else None)
+    corpora = load_corpora(settings)
+    told = r"; ".join(f"{bad}:{row}: has token ids from {60 + row} .*" for row in (4, 21, 40))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"has 3 broken rows \({told}\): mend them"):
+            prepare_data(target, *corpora, None, settings, num_heads=2, seed=0)
+        corpora = load_corpora(settings)
 
 
 def test_processes_share_the_tokenising(
