@@ -63,24 +63,31 @@ def make_app(
         model = {"id": name, "object": "model", "created": created, "owned_by": "medusa-heads"}
         return JSONResponse({"object": "list", "data": [model]})
 
+    def refuse(status: int, said: str, headers: dict[str, str] | None = None) -> Response:
+        scheduler.metrics.count("refused")
+        return _refusal(status, said, headers)
+
     async def answer(request: Request, *, chat: bool) -> Response:
-        body = await _body(request)
+        try:
+            body = await _body(request)
+        except HTTPException as error:
+            return refuse(error.status_code, error.detail)
         try:
             loop = asyncio.get_running_loop()
             asked = await loop.run_in_executor(reading, partial(reader.read, body, chat=chat))
         except ValueError as error:
-            return _refusal(400, " ".join(str(error).split()))
+            return refuse(400, " ".join(str(error).split()))
         if asked.model not in (None, name):
-            return _refusal(404, f"there is no model {asked.model!r} here, only {name!r}")
+            return refuse(404, f"there is no model {asked.model!r} here, only {name!r}")
         events = _listen(asked)
         try:
             scheduler.submit(asked.text)
         except Overloaded as error:
             return _refusal(429, str(error), {"Retry-After": str(error.seconds)})
         except Closed as error:
-            return _refusal(503, str(error))
+            return refuse(503, str(error))
         except ValueError as error:
-            return _refusal(400, str(error))
+            return refuse(400, str(error))
         gone = asyncio.create_task(_cancel_when_gone(request, scheduler, asked))
         form = Answer(name, asked.text, chat=chat, now=int(time.time()))
         if asked.stream:

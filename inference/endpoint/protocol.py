@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa_heads.data.chat import ask_ids
+from medusa_heads.data.formats import ROLES
 from medusa_heads.files import half_character
 from medusa_heads.inference.endpoint.text import Ending, Text
 from medusa_heads.target.target import TargetModel
@@ -21,6 +22,7 @@ _MOST_TOKENS = 4096  # of an answer that nobody limits
 _LARGEST_COUNT = 1 << 31  # of tokens, where the target has no limit either
 _MOST_STOPS = 16
 _COMPLETION_TOKENS = 16  # OpenAI's own default
+_LONGEST_ROLE = 40  # characters of one that is quoted
 # Options that are understood when they ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -144,6 +146,9 @@ def _message(message: Any) -> dict[str, Any]:
     """With its content as one text; some clients send it in parts."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError("a message must be an object with a role and a content")
+    if message["role"] not in ROLES:  # a template may write out any role, which no text here has
+        role = message["role"][:_LONGEST_ROLE]
+        raise ValueError(f"there is no role {role!r} here, only {', '.join(ROLES)}")
     content = message.get("content")
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
@@ -154,7 +159,7 @@ def _message(message: Any) -> dict[str, Any]:
         raise ValueError("a message's content must be text")
     if unknown := sorted(map(str, set(message) - {"role", "content", "name"})):
         raise ValueError(f"a message has a role and a content, and here also {unknown[0]!r}")
-    return {"role": _encodable(message["role"], "role"), "content": _encodable(content, "content")}
+    return {"role": message["role"], "content": _encodable(content, "content")}
 
 
 def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:

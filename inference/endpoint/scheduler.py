@@ -178,7 +178,7 @@ class Scheduler:
         self._end(text, "stop" if row.tokens[-1] in stop_ids(self._model) else "length")
 
     def _end(self, text: Text, ending: Ending, fault: Exception | None = None) -> None:
-        if fault is not None and not isinstance(fault, ValueError):
+        if fault is not None and not isinstance(fault, ValueError | Closed):
             _LOG.error("a text failed: %s: %s", type(fault).__name__, fault)
         self.metrics.count(
             ending if ending in ("cancelled", "failed") else "finished",
@@ -191,11 +191,15 @@ class Scheduler:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """What is still being written fails."""
+    def close(self) -> None:
+        """What is still being written is to fail; from any thread, which does not wait for it."""
         with self._changed:
             self._closed = True
             self._changed.notify()
+
+    def __exit__(self, *_: object) -> None:
+        """What is still being written fails."""
+        self.close()
         assert self._thread is not None
         self._thread.join()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import ipaddress
 import socket
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from medusa_heads.inference.models.assisted import AssistedModel
 
 _TO_THE_END = 5  # seconds in which answers may come to their end once the server is told to stop
+_TO_BE_TOLD = 2  # further ones in which their clients may read that they have none
 
 
 class Server:
@@ -94,9 +96,9 @@ class Server:
             log_level="warning",
             access_log=False,
             lifespan="off",
-            timeout_graceful_shutdown=_TO_THE_END,
+            timeout_graceful_shutdown=_TO_THE_END + 2 * _TO_BE_TOLD,
         )
-        self._server = uvicorn.Server(config)
+        self._server = _Listening(config, self.scheduler)
         self._leaving = ExitStack()
 
     @staticmethod
@@ -128,6 +130,36 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self._leaving.close()
+
+
+class _Listening(uvicorn.Server):
+    """Told to end, it ends the texts before the connections, so that clients hear of it. A task
+    that uvicorn itself has to cancel leaves a traceback."""
+
+    def __init__(self, config: uvicorn.Config, scheduler: Scheduler) -> None:
+        super().__init__(config)
+        self._scheduler = scheduler
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Once told to; told twice, at once."""
+        later = asyncio.get_running_loop().call_later
+        timers = [
+            later(_TO_THE_END, self._scheduler.close),
+            later(_TO_THE_END + _TO_BE_TOLD, self._leave_clients),
+        ]
+        await super().shutdown(sockets)
+        for timer in timers:
+            timer.cancel()
+        if left := [*self.server_state.tasks]:
+            self._scheduler.close()
+            await asyncio.wait(left, timeout=_TO_BE_TOLD)
+            self._leave_clients()
+            await asyncio.wait(left, timeout=_TO_BE_TOLD)
+
+    def _leave_clients(self) -> None:
+        for connection in [*self.server_state.connections]:
+            if (transport := getattr(connection, "transport", None)) is not None:
+                transport.abort()
 
 
 def _listening(host: str, port: int) -> socket.socket:

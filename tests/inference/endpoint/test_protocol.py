@@ -100,6 +100,8 @@ def test_what_cannot_be_had(reader: Reader, body: dict[str, Any], sentence: str)
         ([], "at least one message"),
         ("hi", "must be a list"),
         ([{"content": "hi"}], "a role and a content"),
+        ([{"role": "bot", "content": "hi"}], "there is no role 'bot' here, only system, developer"),
+        ([{"role": "\udc00" * 99, "content": "hi"}], "no role '.{240}' here"),
         ([{"role": "user", "content": 3}], "content must be text"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "content must be text"),
         ([{"role": "user", "content": "\udc00"}], "half of a character"),

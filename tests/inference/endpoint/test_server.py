@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from http.client import HTTPConnection, HTTPResponse
+from http.client import HTTPConnection, HTTPResponse, IncompleteRead
 from typing import Any
 
 import pytest
 
+from medusa_heads.cli.flags.arguments import run_command
+from medusa_heads.inference.endpoint import server as served
 from medusa_heads.inference.endpoint.server import Server
 from scripts.prove.serving import joining_wrongly, make_jobs, serve
 
 
 @pytest.fixture
 def server(endless: Any, tokenizer: Any) -> Iterator[Server]:
-    with Server(endless, tokenizer, port=0, max_rows=1, queue=2, name="tiny") as served:
-        yield served
+    with Server(endless, tokenizer, port=0, max_rows=1, queue=2, name="tiny") as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def standing(model: Any, tokenizer: Any) -> Iterator[Server]:
     """One for all who are refused: each server that ends waits for a moment."""
-    with Server(model, tokenizer, port=0, max_rows=1, queue=2, name="tiny") as served:
-        yield served
+    with Server(model, tokenizer, port=0, max_rows=1, queue=2, name="tiny") as running:
+        yield running
 
 
 def send(server: Server, path: str, body: Any = None, **headers: str) -> HTTPConnection:
@@ -172,6 +176,13 @@ def test_what_is_refused(standing: Server, path: str, body: Any, status: int, sa
     assert answered == status and said in content["error"]["message"]
 
 
+def test_what_is_refused_is_counted(server: Server) -> None:
+    talk = {"messages": [{"role": "bot", "content": "hi"}]}
+    assert ask(server, "/v1/chat/completions", talk)[0] == 400
+    assert ask(server, "/v1/completions", {"prompt": "a", "model": "gpt"})[0] == 404
+    assert 'requests_total{outcome="refused"} 2\n' in metrics(server)
+
+
 def test_what_fails_while_it_is_written_is_said(server: Server, monkeypatch: Any) -> None:
     def fall(*_: Any) -> None:
         raise RuntimeError("/home/somebody/secret")
@@ -232,6 +243,49 @@ def test_a_server_that_ends_leaves_no_thread(endless: Any, tokenizer: Any) -> No
     assert set(threading.enumerate()) == before
     assert b"going down" in response.read()
     connection.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("hears", [True, False])
+def test_a_stream_is_told_of_a_server_that_ends(
+    number: signal.Signals,
+    hears: bool,
+    endless: Any,
+    tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One whose text does not even end then is left. Neither leaves a traceback."""
+    for name in ("_TO_THE_END", "_TO_BE_TOLD"):
+        monkeypatch.setattr(served, name, 0.1 if name == "_TO_THE_END" or not hears else 60)
+    server = Server(endless, tokenizer, port=0)
+    said = b""
+
+    def listen() -> None:
+        nonlocal said
+        connection, response = begin(server)
+        response.readline()
+        with endless._lock:  # so that the text cannot come to its end meanwhile
+            os.kill(os.getpid(), number)
+            while server.scheduler.is_open:
+                time.sleep(0.01)
+            if not hears:
+                with pytest.raises((IncompleteRead, ConnectionError)):
+                    response.read()
+        if hears:
+            said = response.read()
+        connection.close()
+
+    client = threading.Thread(target=listen)
+    client.start()
+    assert run_command(server.run) == 128 + number
+    client.join()
+    assert not hears or (b'"code": 503' in said and said.endswith(b"data: [DONE]\n\n"))
+    shown = capfd.readouterr().err
+    assert (
+        not caplog.messages and len(shown.splitlines()) == 1 and shown.startswith("medusa-heads: ")
+    )
 
 
 def test_a_port_that_is_taken(server: Server, endless: Any, tokenizer: Any) -> None:
