@@ -60,7 +60,11 @@ class OptimisationArguments:
         "Steps between two resumable checkpoints (below 1: a share of the run). Default: with "
         "each evaluation, or once an epoch.",
     )
-    save_total_limit: int | None = flag(1, "Checkpoints kept; the best and the newest always are.")
+    save_total_limit: int | None = flag(
+        1,
+        "Checkpoints kept; the best and the newest always are, but of a run that has ended with 1 "
+        "the best alone: resumed, it repeats the steps behind that.",
+    )
     load_best_model_at_end: bool = flag(True, "End with the best evaluated heads, not the last.")
     metric_for_best_model: Literal["tokens_per_step_32", "tokens_per_step_16", "loss"] = flag(
         "tokens_per_step_32",
