@@ -7,8 +7,10 @@ of keys and values.
 
 from __future__ import annotations
 
+import hashlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +25,13 @@ from medusa_heads.machine.measurements import Measurements, as_seconds, measurem
 KIND = "attention"
 _SLOTS = 64  # of a cache that attention reads or leaves out together
 _BITS = 64  # of a word: tokens that it can speak of
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_BYTES = 256 << 20  # of the layers that are measured in turns: more than a GPU's cache holds
-_MOST_LAYERS = 32
-_ROUNDS = 9
+_WIDEST = {torch.float32: 128, torch.float16: 256, torch.bfloat16: 256}  # heads that find room
+_BOTH = ("usual", "split")
+_HELD = 128 << 20  # bytes that no GPU's own memory holds, where it does not say
+_MOST_BYTES = 1 << 30
+_ODD = 3  # slots besides whole blocks
+_SEEN = 0.9  # of the slots in use, by each token
+_WARM_UP, _ROUNDS = 3, 9
 
 Attend = Callable[[Tensor, Tensor], Tensor]  # keys and values of a layer
 
@@ -41,13 +46,6 @@ class Attended(NamedTuple):
     slots: int
     width: int  # of a key
     wide: int  # of a value
-
-    @classmethod
-    def of(cls, query_BHNX: Tensor, key_BGSX: Tensor, value_BGSY: Tensor) -> Attended:
-        """Of these."""
-        batch, heads, tokens, width = query_BHNX.shape
-        shared, slots = key_BGSX.shape[1:3]
-        return cls(batch, heads, shared, tokens, slots, width, value_BGSY.shape[-1])
 
 
 _known: dict[str, bool] = {}
@@ -96,58 +94,72 @@ def attention_in_use(
     )
 
 
-def seen_words(mask_BNS: Tensor) -> tuple[Tensor, Tensor]:
-    """What `split_attention` is told of a mask of numbers, of zeros and of what is not seen: its
-    words [B, S] and spans [B, 2]. N is at most 64."""
-    seen_BNS = mask_BNS > torch.finfo(mask_BNS.dtype).min / 2
-    tokens, slots = seen_BNS.shape[1:]
-    bits_N1 = torch.arange(tokens, device=mask_BNS.device)[:, None]
-    words_BS = (seen_BNS.long() << bits_N1).sum(dim=1)
-    any_BS = seen_BNS.any(dim=1).int()
-    first_B = any_BS.argmax(dim=1)
-    behind_B = (slots - any_BS.flip(1).argmax(dim=1)).where(any_BS.any(dim=1), first_B)
-    return words_BS, torch.stack([first_B, behind_B], dim=1).int()
+def attended(query_BHNX: Tensor, key_BGSX: Tensor, value_BGSY: Tensor) -> tuple[int, ...]:
+    """Their sizes, as `Attended` has them: torch.compile hands on no tuple with names."""
+    batch, heads, tokens, width = query_BHNX.shape
+    shared, slots = key_BGSX.shape[1:3]
+    return batch, heads, shared, tokens, slots, width, value_BGSY.shape[-1]
 
 
-def split_pays(device: torch.device, dtype: torch.dtype, sizes: Attended) -> bool:
+def split_pays(device: torch.device, dtype: torch.dtype, numbers: tuple[int, ...]) -> bool:
     """Whether `split_attention` is faster here than `grouped_attention` over a cache that is half
-    full, and says the same. Measured once for the same GPU and sizes."""
-    if device.type != "cuda" or dtype not in _DTYPES or sizes.tokens > _BITS:
+    full, and says the same. Measured once for the same GPU and `attended` numbers."""
+    sizes = Attended(*numbers)
+    widest = max(sizes.width, sizes.wide)
+    if device.type != "cuda" or sizes.tokens > _BITS or widest > _WIDEST.get(dtype, 0):
         return False
     facts = {"device": str(device), "dtype": str(dtype), **sizes._asdict()}
-    store, key = Measurements(), f"{measurement_folder()} {facts}"
+    key = f"{measurement_folder()} {facts}"
     if key not in _known:
         try:
-            kept: Any = store.read(KIND, facts)
-            usual, split = (as_seconds(kept[name]) for name in ("usual", "split"))
-        except (KeyError, TypeError, ValueError):
-            try:
-                usual, split = _measure(device, dtype, sizes)
-            # No compiler for this GPU, blocks too large for it, no memory: each has its own.
-            except Exception as error:
-                reason = f"attention goes on by torch's own kernel: {first_line(error)}"
-                warnings.warn(reason, MedusaWarning, stacklevel=2)
-                usual, split = 0.0, 1.0
-            else:
-                store.write(KIND, facts, {"usual": usual, "split": split})
+            usual, split = _seconds(device, dtype, sizes, facts)
+        # No compiler for this GPU, blocks too large for it, no memory: each has its own.
+        except Exception as error:
+            reason = f"attention goes on by torch's own kernel: {first_line(error)}"
+            warnings.warn(reason, MedusaWarning, stacklevel=2)
+            usual, split = 0.0, 1.0
         _known[key] = usual >= GAIN * split
     return _known[key]
 
 
-def _measure(device: torch.device, dtype: torch.dtype, sizes: Attended) -> tuple[float, float]:
-    """Seconds of a layer, of the usual kernel and of the split one, on a GPU."""
-    usual, split, layers = rivals(device, dtype, sizes)
-    expected, got = (each(*layers[0]).flatten(0, -2).float() for each in (usual, split))
-    if (error := relative_error(got, expected)) > TOLERANCE[is_half(dtype)]:
-        raise ArithmeticError(f"another kernel's results differ by {error:.2g} deviations")
-    return replayed(usual, layers), replayed(split, layers)
+def _seconds(
+    device: torch.device, dtype: torch.dtype, sizes: Attended, facts: dict[str, Any]
+) -> list[float]:
+    """Of a layer, by the usual kernel and the split one; kept for those that come later."""
+    store, facts = Measurements(), {**facts, **kernel_facts(device)}
+    try:
+        kept: Any = store.read(KIND, facts)
+        return [as_seconds(kept[name]) for name in _BOTH]
+    except (KeyError, TypeError, ValueError):
+        *both, layers = rivals(device, dtype, sizes)
+        expected, got = (each(*layers[0]).flatten(0, -2).float() for each in both)
+        if (error := relative_error(got, expected)) > TOLERANCE[is_half(dtype)]:
+            raise ArithmeticError(
+                f"another kernel's results differ by {error:.2g} deviations"
+            ) from None
+        seconds = replayed(both, layers)
+        store.write(KIND, facts, dict(zip(_BOTH, seconds, strict=True)))
+        return seconds
+
+
+def kernel_facts(device: torch.device) -> dict[str, Any]:
+    """What else the kernel's speed depends on: who compiles it, what it says, on which GPU."""
+    from medusa_heads.machine import split_attention
+
+    source = Path(split_attention.__file__).read_bytes()
+    here = torch.cuda.is_available()
+    return {
+        "triton": split_attention.triton.__version__,
+        "source": hashlib.sha256(source).hexdigest()[:16],
+        "name": torch.cuda.get_device_name(device) if here else None,
+    }
 
 
 def rivals(
     device: torch.device, dtype: torch.dtype, sizes: Attended, in_use: float = 0.5
 ) -> tuple[Attend, Attend, list[tuple[Tensor, Tensor]]]:
-    """The usual attention and the split one, of random tokens that see this part of a cache; and
-    layers of it, more than a processor's own memory holds."""
+    """The usual attention and the split one, of random tokens that see most of this part of a
+    cache; and layers of it, more than a processor's own memory holds."""
     batch, heads, shared, tokens, slots, width, wide = sizes
     random = torch.Generator(device).manual_seed(0)
 
@@ -155,47 +167,81 @@ def rivals(
         return torch.randn(shape, generator=random, device=device, dtype=dtype)
 
     query_BHNX = numbers(batch, tokens, heads, width).transpose(1, 2)
-    of_one = batch * shared * slots * (width + wide) * query_BHNX.element_size()
-    count = min(max(_BYTES // of_one, 1), _MOST_LAYERS)
+    used = max(int(in_use * slots) - _ODD, 1)
+    of_one = batch * shared * (width + wide) * query_BHNX.element_size()
+    held = 2 * getattr(_properties(device), "L2_cache_size", _HELD)
+    count = min(max(held // (of_one * used), 1), max(_MOST_BYTES // (of_one * slots), 1))
     layers = [
         (numbers(batch, shared, slots, width), numbers(batch, shared, slots, wide))
-        for _ in range(count)
+        for _ in range(count + 1)
     ]
-    mask_B1NS = torch.full((batch, 1, tokens, slots), torch.finfo(dtype).min).to(device, dtype)
-    mask_B1NS[..., : max(int(in_use * slots), 1)] = 0.0
-    words_BS, span_B2 = seen_words(mask_B1NS[:, 0])
+    allowed_B1NS = torch.zeros(batch, 1, tokens, slots, dtype=torch.bool, device=device)
+    seen = torch.rand(batch, 1, tokens, used, generator=random, device=device) < _SEEN
+    seen[..., : min(_ODD, used - 1)] = False  # padding
+    seen[..., -1] = True
+    allowed_B1NS[..., :used] = seen
+    mask_B1NS = torch.zeros(allowed_B1NS.shape, dtype=dtype, device=device)
+    mask_B1NS.masked_fill_(~allowed_B1NS, torch.finfo(dtype).min)
+    words_BU = seen_words(mask_B1NS)
     mask_B1MS = mask_B1NS.repeat(1, 1, heads // shared, 1)
 
     def usual(key_BGSX: Tensor, value_BGSY: Tensor) -> Tensor:
         return grouped_attention(query_BHNX, key_BGSX, value_BGSY, mask_B1MS, None)
 
     def split(key_BGSX: Tensor, value_BGSY: Tensor) -> Tensor:
-        return _split(query_BHNX, key_BGSX, value_BGSY, words_BS, span_B2, None)
+        return _split(query_BHNX, key_BGSX, value_BGSY, words_BU, None)
 
     return usual, split, layers
 
 
-def replayed(attend: Attend, layers: list[tuple[Tensor, Tensor]]) -> float:
-    """Seconds that a layer takes in a CUDA graph of all of them, the least of some rounds."""
-    taken = []
+def _properties(device: torch.device) -> Any:
+    return torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+
+
+def replayed(rivals: Sequence[Attend], layers: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
+    """Seconds that a layer takes by each of them, in CUDA graphs of all layers that take turns; the
+    least of some rounds."""
+    taken: list[list[float]] = [[] for _ in rivals]
     with torch.cuda.device_of(layers[0][0]):
         here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(here)
-        with torch.cuda.stream(aside):  # what is compiled is not captured
-            attend(*layers[0])
-        here.wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for layer in layers:
-                attend(*layer)
-        for _ in range(_ROUNDS):
-            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            began.record()
-            graph.replay()
-            ended.record()
-            ended.synchronize()
-            taken.append(began.elapsed_time(ended) / 1e3)
-    return min(taken) / len(layers)
+        graphs = []
+        for attend in rivals:
+            with torch.cuda.stream(aside):  # what is compiled is not captured
+                attend(*layers[0])
+            aside.synchronize()
+            graphs.append(torch.cuda.CUDAGraph())
+            # Of this GPU's own stream; other threads may do as they like meanwhile.
+            with torch.cuda.graph(graphs[-1], stream=aside, capture_error_mode="thread_local"):
+                for layer in layers:
+                    attend(*layer)
+        for number in range(_WARM_UP + _ROUNDS):
+            for graph, seconds in zip(graphs, taken, strict=True):
+                began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                began.record()
+                graph.replay()
+                ended.record()
+                ended.synchronize()
+                if number >= _WARM_UP:
+                    seconds.append(began.elapsed_time(ended) / 1e3)
+    return [min(seconds) / len(layers) for seconds in taken]
+
+
+def _seen(mask_B1NS: Tensor) -> Tensor:
+    """What `split_attention` is told of a mask of numbers, of zeros and of what is not seen: its
+    words [B, S + 2]. N is at most 64."""
+    seen_BNS = mask_B1NS[:, 0] > torch.finfo(mask_B1NS.dtype).min / 2
+    tokens, slots = seen_BNS.shape[1:]
+    bits_N1 = torch.arange(tokens, device=mask_B1NS.device)[:, None]
+    words_BS = (seen_BNS.long() << bits_N1).sum(dim=1)
+    any_BS = (words_BS != 0).int()
+    first_B = any_BS.argmax(dim=1)
+    behind_B = (slots - any_BS.flip(1).argmax(dim=1)).where(any_BS.any(dim=1), first_B)
+    return torch.cat([words_BS, first_B[:, None], behind_B[:, None]], dim=1)
+
+
+def _seen_like(mask_B1NS: Tensor) -> Tensor:
+    return mask_B1NS.new_empty(len(mask_B1NS), mask_B1NS.shape[-1] + 2, dtype=torch.long)
 
 
 def _split(*args: Any) -> Tensor:
@@ -211,15 +257,15 @@ def _like(query_BHNX: Tensor, _: Tensor, value_BGSY: Tensor, *others: object) ->
     return query_BHNX.new_empty(batch, tokens, heads, value_BGSY.shape[-1])
 
 
-# As graphs call them.
+# As graphs call them. Of the same mask words are made once in a graph, see NotingBackend.
+seen_words = operator("seen(Tensor mask) -> Tensor", _seen, _seen_like, ("CPU", "CUDA"))
 attention_of_part = operator(
     "attention(Tensor q, Tensor k, Tensor v, Tensor mask, float? scale) -> Tensor",
     attention_in_use,
     _like,
 )
 attention_of_words = operator(
-    "split_attention(Tensor q, Tensor k, Tensor v, Tensor seen, Tensor span, float? scale)"
-    " -> Tensor",
+    "split_attention(Tensor q, Tensor k, Tensor v, Tensor seen, float? scale) -> Tensor",
     _split,
     _like,
     ("CPU", "CUDA"),  # on a CPU Triton interprets its kernels, where it is told to

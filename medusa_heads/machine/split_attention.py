@@ -4,7 +4,8 @@ torch's own kernels read all slots of such a cache, with a mask as large as the 
 slots, and give each head a processor: at batch 1 most of a GPU waits. Here keys and values are read
 once for all query heads that share them, from the first slot that any token sees to the last one;
 what a token sees is a bit in the word of each slot; and the slots are spread over parts, as many as
-keep the processors busy, whose results a second kernel adds up.
+keep the processors busy, whose results a second kernel adds up. What exceeds a block of rows is
+of several, each of which reads them.
 
 Shapes: B batch, H query heads, G heads of keys, N tokens, S slots, X and Y widths of keys and
 values; P parts, M = H / G * N tokens of all query heads that read the same keys.
@@ -24,23 +25,23 @@ from torch import Tensor
 
 _FEWEST = 16  # rows and columns of a product on tensor cores
 _MOST_PARTS = 64
-_WAVES = 2  # programs for each processor, so that one reads while another one computes
+_WAVES = 2  # programs for each processor
+_STAGES = 3  # slots of the next block are read while those of one are multiplied
 
 
 def split_attention(
     query_BHNX: Tensor,
     key_BGSX: Tensor,
     value_BGSY: Tensor,
-    seen_BS: Tensor,
-    span_B2: Tensor,
+    seen_BU: Tensor,
     scale: float | None,
 ) -> Tensor:
     """The attention of N tokens, at most 64, [B, N, H, Y].
 
     Args:
-        seen_BS: words of 64 bits; token n sees slot s where bit n of its word is set. Of a token
-            that sees nothing the result is 0.
-        span_B2: the first slot that any token sees, and the one behind the last; int32.
+        seen_BU: U = S + 2 words of 64 bits; token n sees slot s where bit n of its word is set. Of
+            a token that sees nothing the result is 0. The last two are the first slot that any
+            token sees, and the one behind the last.
         scale: of the products of queries and keys; by default 1 / sqrt(X).
     """
     batch, heads, tokens, width = query_BHNX.shape
@@ -51,7 +52,10 @@ def split_attention(
     most_rows, block_s = _blocks(max(block_x, block_y), query_BHNX.element_size())
     block_m = min(max(triton.next_power_of_2(rows), _FEWEST), most_rows)
     blocks = triton.cdiv(rows, block_m)
-    parts = _parts(query_BHNX.device, batch * shared * blocks, triton.cdiv(slots, block_s))
+    # What the parts say is written and read again: that takes no longer than to read the cache.
+    cached = slots * (width + wide) * key_BGSX.element_size()
+    most = min(triton.cdiv(slots, block_s), cached // (4 * rows * wide), _MOST_PARTS)
+    parts = _parts(query_BHNX.device, batch * shared * blocks, most)
     options: Any = {"dtype": torch.float32, "device": query_BHNX.device}
     added_TPMY = torch.empty(batch * shared, parts, rows, wide, **options)
     peak_TPM, total_TPM = torch.empty(2, batch * shared, parts, rows, **options)
@@ -64,8 +68,7 @@ def split_attention(
         query,
         key,
         value,
-        seen_BS,
-        span_B2,
+        seen_BU,
         added_TPMY,
         peak_TPM,
         total_TPM,
@@ -75,7 +78,7 @@ def split_attention(
         *query.stride()[:3],
         *key.stride()[:3],
         *value.stride()[:3],
-        seen_BS.stride(0),
+        seen_BU.stride(0),
         SHARED=shared,
         ROWS=rows,
         X=width,
@@ -86,7 +89,7 @@ def split_attention(
         BLOCK_X=block_x,
         BLOCK_Y=block_y,
         num_warps=8 if block_m > 64 else 4,
-        num_stages=2,
+        num_stages=_STAGES,
     )
     _add_up[(rows, batch * shared)](
         added_TPMY,
@@ -106,11 +109,12 @@ def split_attention(
 
 
 def _blocks(width: int, size: int) -> tuple[int, int]:
-    """Rows at most, and slots, of a block of so wide heads, of numbers of so many bytes: of more
-    the registers run over. float32 is multiplied in full, without tensor cores."""
+    """Rows at most, and slots, of a block of so wide heads, of numbers of so many bytes. Of more,
+    registers run over, or what a processor of smaller GPUs holds. float32 is multiplied in full,
+    without tensor cores."""
     if size > 2:
-        return (32 if width <= 64 else 16), 32
-    return (128, 64) if width <= 128 else (64, 32)
+        return (32, 32) if width <= 64 else (16, 16)
+    return (128, 64) if width <= 64 else (128, 32) if width <= 128 else (32, 32)
 
 
 def _parts(device: torch.device, others: int, most: int) -> int:
@@ -118,7 +122,7 @@ def _parts(device: torch.device, others: int, most: int) -> int:
     processors = 2  # as many parts as make them differ, where a CPU interprets this
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(min(triton.cdiv(_WAVES * processors, others), most, _MOST_PARTS), 1)
+    return max(min(triton.cdiv(_WAVES * processors, others), most), 1)
 
 
 @triton.jit
@@ -127,7 +131,6 @@ def _attend(  # type: ignore[no-untyped-def]
     key,
     value,
     seen,
-    span,
     added,
     peak,
     total,
@@ -171,7 +174,8 @@ def _attend(  # type: ignore[no-untyped-def]
     )
     key_X = key + b * key_b + g * key_g + x_X
     value_Y = value + b * value_b + g * value_g + y_Y
-    begin, end = tl.load(span + 2 * b), tl.load(span + 2 * b + 1)
+    begin = tl.load(seen + b * seen_b + slots).to(tl.int32)
+    end = tl.load(seen + b * seen_b + slots + 1).to(tl.int32)
     first = (begin // BLOCK_S + part) * BLOCK_S
     peak_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total_M = tl.zeros([BLOCK_M], tl.float32)
@@ -197,8 +201,6 @@ def _attend(  # type: ignore[no-untyped-def]
             mask=there_S[:, None] & (y_Y < Y)[None, :],
             other=0.0,
         )
-        # What no token sees may be no number, and no weight of 0 makes a number of that.
-        v_SY = tl.where((word_S != 0)[:, None], v_SY, 0.0)
         added_MY = added_MY * faded_M[:, None] + tl.dot(
             weight_MS.to(v_SY.dtype), v_SY, input_precision="ieee"
         )
@@ -210,7 +212,7 @@ def _attend(  # type: ignore[no-untyped-def]
     tl.store(
         added + row_M[:, None] * Y + y_Y[None, :],
         added_MY,
-        mask=there_M[:, None] & (y_Y < Y)[None, :],
+        mask=there_M[:, None] & (y_Y < Y)[None, :] & (first < end),
     )
 
 
@@ -239,7 +241,7 @@ def _add_up(  # type: ignore[no-untyped-def]
     share_P = tl.exp2(peak_P - tl.where(highest == float("-inf"), 0.0, highest))
     added_PY = tl.load(
         added + place_P[:, None] * Y + y_Y[None, :],
-        mask=there_P[:, None] & (y_Y < Y)[None, :],
+        mask=(total_P > 0.0)[:, None] & (y_Y < Y)[None, :],
         other=0.0,
     )
     whole = tl.sum(share_P * total_P, 0)

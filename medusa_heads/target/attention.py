@@ -25,7 +25,7 @@ from torch import Tensor
 
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.machine.attention import (
-    Attended,
+    attended,
     attention_of_part,
     attention_of_words,
     grouped_attention,
@@ -217,14 +217,13 @@ def _folded(attend: Callable[..., Any]) -> Callable[..., Any]:
             folds = attention_mask.shape[1:-1] in ((1, 1), (1, tokens), (heads, tokens))
         others = any(kwargs.get(name) is not None for name in _OF_OTHER_KERNELS)
         folds &= reads_tree() and not others
-        if folds and not dropout and _in_graph(attention_mask):
+        if folds and not dropout and _in_graph(query, key, attention_mask):
             assert attention_mask is not None
-            if _reads_part(key, value, attention_mask):
+            if _reads_part(key, value):
                 return attention_of_part(query, key, value, attention_mask, scaling), None
-            if split_pays(key.device, key.dtype, Attended.of(query, key, value)):
-                mask_BNS = attention_mask[:, 0].expand(len(query), tokens, -1)
-                seen, span = seen_words(mask_BNS)
-                return attention_of_words(query, key, value, seen, span, scaling), None
+            if split_pays(key.device, key.dtype, attended(query, key, value)):
+                seen = seen_words(attention_mask)
+                return attention_of_words(query, key, value, seen, scaling), None
         if groups == 1 or not folds:
             return attend(
                 module, query, key, value, attention_mask, dropout, scaling=scaling, **kwargs
@@ -236,17 +235,17 @@ def _folded(attend: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _in_graph(mask: Tensor | None) -> bool:
-    """Whether this is compiled, without gradients, and the mask that of all heads."""
-    graph = torch.compiler.is_compiling() and not torch.is_grad_enabled()
-    return graph and mask is not None and mask.shape[1] == 1
-
-
-def _reads_part(key_BGSX: Tensor, value_BGSY: Tensor, mask: Tensor) -> bool:
-    """Whether this is a large cache on a CPU."""
-    if key_BGSX.device.type != "cpu" or mask.dtype != key_BGSX.dtype:
+def _in_graph(query_BHNX: Tensor, key_BGSX: Tensor, mask: Tensor | None) -> bool:
+    """Whether this is compiled, without gradients, and the mask one of numbers for all heads."""
+    if mask is None or not torch.compiler.is_compiling() or torch.is_grad_enabled():
         return False
-    return key_BGSX.numel() + value_BGSY.numel() >= LARGE
+    of_all = len(query_BHNX), 1, query_BHNX.shape[2], key_BGSX.shape[2]
+    return mask.dtype == query_BHNX.dtype and tuple(mask.shape) == of_all
+
+
+def _reads_part(key_BGSX: Tensor, value_BGSY: Tensor) -> bool:
+    """Whether this is a large cache on a CPU."""
+    return key_BGSX.device.type == "cpu" and key_BGSX.numel() + value_BGSY.numel() >= LARGE
 
 
 def _for_groups(mask: Tensor | None, groups: int) -> Tensor | None:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medusa_heads.machine.attention import seen_words
+
 # Calls of graphs, where someone wants to know of them.
 _NOTED: ContextVar[list[Call] | None] = ContextVar("noted", default=None)
 
@@ -54,6 +56,18 @@ class Call:
             return [outputs[where[0]] for where in found]
 
         return call
+
+
+def _made_once(module: torch.fx.GraphModule) -> None:
+    """The words of a mask, for which every layer asks: to a compiler each may be others."""
+    words: dict[Any, torch.fx.Node] = {}
+    for node in module.graph.find_nodes(op="call_function", target=seen_words):
+        first = words.setdefault(node.args[0], node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            module.graph.erase_node(node)
+    if words:
+        module.recompile()
 
 
 def _places(wanted: Any, among: Sequence[Any]) -> list[int]:
@@ -102,6 +116,7 @@ class NotingBackend:
 
     def __call__(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The graph, compiled."""
+        _made_once(module)
         graph = self._inner(module, inputs)
 
         def call(*given: Any) -> Any:

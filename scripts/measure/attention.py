@@ -51,20 +51,21 @@ def measure(arguments: Arguments) -> None:
     from medusa_heads.tables import in_markdown
 
     device, dtype, of = find_device("cuda"), as_dtype(arguments.dtype), arguments
-    cells = []
+    print(
+        f"{torch.cuda.get_device_name(device)}, {of.dtype}, {of.heads} heads, {of.shared} of keys"
+    )
+    print(in_markdown((COLUMNS, [])))
     for rows, tokens, slots, in_use in product(of.batch_sizes, of.tokens, of.slots, of.in_use):
         sizes = Attended(rows, of.heads, of.shared, tokens, slots, of.width, of.width)
         with torch.inference_mode():
             *both, layers = rivals(device, dtype, sizes, in_use)
-            usual, split = (replayed(each, layers) for each in both)
+            usual, split = replayed(both, layers)
             expected, got = (each(*layers[0]).flatten(0, -2).float() for each in both)
         numbers = [f"{1e6 * usual:.1f}", f"{1e6 * split:.1f}", f"{usual / split:.2f}"]
         differ = f"{relative_error(got, expected):.1g}"
-        cells.append([*map(str, (rows, tokens, slots)), f"{in_use:.0%}", *numbers, differ])
-    print(
-        f"{torch.cuda.get_device_name(device)}, {of.dtype}, {of.heads} heads, {of.shared} of keys"
-    )
-    print(in_markdown((COLUMNS, cells)))
+        cells = [*map(str, (rows, tokens, slots)), f"{in_use:.0%}", *numbers, differ]
+        # As they come: whoever runs this may have little time.
+        print(in_markdown((COLUMNS, [cells])).splitlines()[-1], flush=True)
 
 
 main = command("scripts.measure.attention", measure, __doc__)

@@ -15,6 +15,7 @@ from medusa_heads import MedusaHeads, MedusaModel
 from medusa_heads.heads import HeadsConfig
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.models.training_free import TrainingFreeModel
+from medusa_heads.machine.attention import seen_words
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.graphs import NotingBackend, look, noted
 from tests.conftest import TinyLlama
@@ -237,3 +238,21 @@ def hidden_states(medusa: MedusaModel) -> list[Tensor]:
         patch.setattr(medusa.drafter, "propose", note)
         medusa.generate(IDS, **OPTIONS)
     return read
+
+
+def test_words_of_a_mask_are_made_once() -> None:
+    made: list[int] = []
+
+    def counted(graph: torch.fx.GraphModule, _: Any) -> Any:
+        made.append(len(graph.graph.find_nodes(op="call_function", target=seen_words)))
+        return graph.forward
+
+    def of_layers(mask: Tensor, other: Tensor) -> Tensor:
+        words: Tensor = 2 * seen_words(mask) + seen_words(other) - seen_words(mask)
+        return words
+
+    masks = torch.zeros(2, 1, 1, 3, 8)
+    masks[0, ..., 5] = torch.finfo(torch.float32).min
+    found = compiled(of_layers, counted)(*masks)
+    assert made == [2]
+    assert torch.equal(found, seen_words(masks[0]) + seen_words(masks[1]))

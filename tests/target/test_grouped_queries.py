@@ -24,7 +24,7 @@ from medusa_heads.target.attention import (
 )
 from scripts.prove.tiny_configs import tiny_config
 from scripts.prove.tiny_models import random_weights
-from tests.conftest import TinyLlama
+from tests.conftest import DEVICE, TinyLlama
 
 B, H, K, S, D = 2, 6, 2, 9, 8
 
@@ -164,11 +164,12 @@ def test_it_is_an_operator_of_torch() -> None:
     torch.library.opcheck(torch.ops.medusa_heads.attention.default, given)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="no CPU interprets what is made for a GPU")
 @pytest.mark.parametrize(("window", "compile"), [(9, True), (None, "steps")])
 def test_graphs_attend_by_the_kernel_for_gpus(
     window: int | None, compile: Any, split_attention: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("triton", reason="Triton is made for Linux and x86 alone")
+    pytest.importorskip("triton", reason="Triton is made for Linux alone")
     from medusa_heads.machine import split_attention as kernel
 
     calls: list[tuple[int, ...]] = []
