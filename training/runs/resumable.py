@@ -146,7 +146,8 @@ def find_start(output: Path, resume: str | None, target: str, *, overwrite: bool
 
 def _refuse_model(output: Path, found: Sequence[Path], target: str) -> None:
     """Raises ValueError where a run would write over a model, or remove its target."""
-    if target and expanded(target).resolve() in [path.resolve() for path in (output, *found)]:
+    places = [path.resolve() for path in (output, *found) if path.is_dir()]
+    if target and expanded(target).resolve() in places:
         raise ValueError(
             f"the target {target!r} lies in {str(output)!r}, where this run would write over it: "
             "choose another output_dir"

@@ -222,6 +222,8 @@ def test_no_target_is_removed_with_the_checkpoints_that_it_is_one_of(tmp_path: P
     for name, resume in ((target, "auto"), (target, None), (tmp_path, None)):
         with pytest.raises(ValueError, match=r"the target .* would write over it"):
             find_start(tmp_path, resume, str(name), overwrite=True)
+    new = tmp_path / "new"  # which a target of the hub may be called
+    assert find_start(new, None, str(new), overwrite=False) is None
 
 
 def test_a_draft_run_that_was_killed_in_its_last_save_goes_on(
