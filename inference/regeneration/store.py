@@ -238,6 +238,13 @@ def check_output(folder: Path, shard: tuple[int, int]) -> None:
     raise ValueError(f"{str(folder)!r} holds {whose}: give another output_dir")
 
 
+def rows_there(folder: Path) -> int:
+    """How many rows the dataset in a folder has by its record, 0 without any."""
+    record = read_json(folder / RECORD_FILE) if (folder / _STATE_FILE).exists() else {}
+    rows = record.get("rows")
+    return rows if isinstance(rows, int) else 0
+
+
 def wrote_plainly(target: str, folder: str) -> bool:
     """Whether a dataset's record says that the target of this name answered prompts in it that no
     chat template rendered. Raises ValueError: a record that is damaged."""

@@ -23,6 +23,7 @@ from typing import Any
 
 from medusa_heads.contents import ADAPTER_CONFIG, DRAFT_FILE, MTP_FILE, SIDECAR_FILE
 from medusa_heads.files import (
+    check_folder,
     expanded,
     move_in,
     read_json,
@@ -128,8 +129,9 @@ def write_json(path: Path, content: Any) -> None:
 
 def empty_folder(folder: str | os.PathLike[str]) -> Path:
     """The path of a folder that is to be written, absolute. Raises ValueError: something stands
-    there already."""
+    there already, or nothing may be written beside it."""
     path = expanded(folder).absolute()
+    check_folder(path.parent)
     remove_leftovers(path.parent)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(

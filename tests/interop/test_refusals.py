@@ -253,7 +253,7 @@ def test_a_native_checkpoint_is_told(tmp_path: Path) -> None:
     assert "of this package already" in refused(tmp_path / "native", tmp_path)
 
 
-def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_in_use_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = layouts.fasterdecoding_pt(tmp_path / "source", native_tensors(2))
     before = sorted(path.name for path in source.iterdir())
     with pytest.raises(ValueError, match="exists and is not empty"):
@@ -261,6 +261,9 @@ def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     assert sorted(path.name for path in source.iterdir()) == before
     (tmp_path / "empty").mkdir()
     assert convert_heads(source, tmp_path / "empty").folder == tmp_path / "empty"
+    monkeypatch.setattr(os, "access", lambda place, rights: place != tmp_path)
+    with pytest.raises(ValueError, match=r"nothing may be written to '.*': choose another"):
+        convert_heads(source, tmp_path / "other")
 
 
 @pytest.mark.parametrize("size", [{"hidden_size": 32}, {"vocab_size": 200}], ids=str)

@@ -74,6 +74,8 @@ def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> in
         sentence = " ".join(str(error).split()) or type(error).__name__
         if len(sentence) > _LONGEST:
             sentence = f"{sentence[: _LONGEST // 2]} [..] {sentence[-_LONGEST // 2 :]}"
+        if isinstance(error, OSError) and error.filename is not None and error.strerror:
+            sentence = f"{str(error.filename)!r} cannot be read or written ({error.strerror})"
         if full:
             sentence = f"a file could not be written, is the disk full? ({sentence})"
         if crowded:

@@ -4,12 +4,14 @@ corpus's prompts itself, and train-heads --dataset FOLDER learns from that.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.choices import apply_choice, print_choices
 from medusa_heads.cli.flags.arguments import command
+from medusa_heads.errors import MedusaWarning
 from medusa_heads.inference.regeneration.arguments import RegenerateArguments, longest_answer
 from medusa_heads.settings import mapping
 
@@ -25,7 +27,11 @@ def regenerate(arguments: RegenerateArguments) -> None:
     from medusa_heads.inference.regeneration.answers import Sampling
     from medusa_heads.inference.regeneration.dialogues import read_dialogues
     from medusa_heads.inference.regeneration.regenerate import answer_dialogues
-    from medusa_heads.inference.regeneration.store import check_output, write_output
+    from medusa_heads.inference.regeneration.store import (
+        check_output,
+        rows_there,
+        write_output,
+    )
     from medusa_heads.inference.regeneration.tables import read_table
     from medusa_heads.target.loading import find_tokenizer
 
@@ -78,9 +84,17 @@ def regenerate(arguments: RegenerateArguments) -> None:
     }
     if target is not None:
         record["target"] |= {"revision": target.revision, **target.fingerprint()}
+    before = rows_there(folder)
     file = write_output(result.rows, result.accounting, folder, record)
     for mapped in result.rows.cache_files:  # copied by now
         Path(mapped["filename"]).unlink()
+    if len(result.rows) < before:
+        warnings.warn(
+            f"{str(folder)!r} held {before} rows, and now holds the {len(result.rows)} that were "
+            "asked for: answers to the others are kept, and the same prompts have them again",
+            MedusaWarning,
+            stacklevel=2,
+        )
     accounting = result.accounting
     print(accounting)
     print(f"{len(result.rows)} rows in {folder}, what became of each prompt in {file}")

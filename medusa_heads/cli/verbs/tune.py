@@ -11,6 +11,7 @@ from medusa_heads.cli.choices import print_choices
 from medusa_heads.cli.decoding import load_measured_model
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.flags.decoding import MeasureArguments
+from medusa_heads.files import check_folder
 from medusa_heads.settings import flag
 from medusa_heads.tables import on_screen
 
@@ -37,6 +38,8 @@ def tune(arguments: TuneArguments) -> None:
         raise ValueError("--write takes the tree of one context: give one --context")
     if arguments.write is not None and not Path(arguments.write).parent.is_dir():
         raise ValueError(f"expected a folder at {str(Path(arguments.write).parent)!r}, found none")
+    if arguments.write is not None:
+        check_folder(Path(arguments.write).parent)
     from rich.console import Console
 
     model, most = load_measured_model(arguments, arguments.context, "tree")

@@ -161,6 +161,24 @@ def test_a_users_mistake_is_one_sentence(
         run_command(fail)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionError(13, "Permission denied", "/x/y"),
+        FileNotFoundError(2, "No such file", "/x/y"),
+    ],
+)
+def test_what_the_system_refuses_is_a_sentence(
+    error: OSError, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise error
+
+    assert run_command(fail) == 2
+    told = f"'/x/y' cannot be read or written ({error.strerror})"
+    assert capsys.readouterr().err == f"medusa-heads: error: {told}\n"
+
+
 def test_a_sentence_shows_no_password_and_steers_no_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

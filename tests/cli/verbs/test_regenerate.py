@@ -97,6 +97,10 @@ def test_the_same_command_again_reads_and_more_prompts_go_on(
     second = load_from_disk(str(tmp_path)).to_dict()
     assert second["input_ids"][:4] == first["input_ids"]
     assert not list(tmp_path.glob(".dataset-*"))
+    assert "warning" not in capsys.readouterr().err
+    assert run(folder, tmp_path, "--num_prompts", "5") == 0
+    said = f"warning: {str(tmp_path)!r} held 6 rows, and now holds the 5 that were asked for"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("backend", ["heads", "continuous"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,14 @@ def test_mistakes_are_one_sentence(
     flags: list[str], message: str, speaker: Path, refused: Refused
 ) -> None:
     assert message in refused(main, [flag.format(speaker) for flag in flags])
+
+
+def test_a_tree_that_could_not_be_written(
+    speaker: Path, tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda place, rights: place != tmp_path)
+    flags = [str(speaker / "heads"), "--write", str(tmp_path / "tree.json")]
+    assert "but nothing may be written to" in refused(main, flags)
 
 
 def test_heads_without_statistics(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
