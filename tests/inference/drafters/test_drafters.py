@@ -80,7 +80,7 @@ def heads(request: pytest.FixtureRequest, target: Any) -> DraftHeads:
 
 def state_at(hidden_BD: Tensor, roots_B: Tensor) -> Any:
     """As much of a decoding state as drafters without a memory read."""
-    return SimpleNamespace(hidden_BD=hidden_BD, roots_B=roots_B, noise=None)
+    return SimpleNamespace(hidden_BD=hidden_BD, roots_B=roots_B, noise=None, on_host=True)
 
 
 def log_probs_after(heads: DraftHeads, hidden_D: Tensor, path: Sequence[int]) -> Tensor:
