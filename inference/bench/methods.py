@@ -25,6 +25,7 @@ from medusa_heads.inference.bench.timed_run import Method
 from medusa_heads.inference.engine.noise import Rng
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
 from medusa_heads.inference.models.assisted import AssistedModel
+from medusa_heads.inference.models.compiling import usual_target
 from medusa_heads.inference.models.drafted import DEFAULT_DEPTH, DraftedModel
 from medusa_heads.inference.models.medusa import MedusaModel
 from medusa_heads.inference.models.training_free import (
@@ -61,6 +62,11 @@ class Models:
     medusa: MedusaModel | None = None
     drafts: tuple[TargetModel, ...] = ()
     corpus: CorpusIndex | None = None
+
+    @cached_property
+    def usual(self) -> TargetModel:
+        """The target for all methods that are told nothing: as it is, or its steps recorded."""
+        return usual_target(self.target)
 
     @cached_property
     def compiled(self) -> CompiledTarget:
@@ -185,8 +191,11 @@ def make_method(name: str, models: Models, *, most_tokens: int) -> Method:
         generate = partial(plain, **_PLAINLY[name](models, most_tokens))
         return Method(name, generate, one_row=name not in PLAIN_METHODS, compiled=name == COMPILED)
     parts = _parts(name)
-    targets = {COMPILE: lambda: models.compiled, STEPS: lambda: models.in_steps}
-    target = targets.get(parts.compiled, lambda: models.target)()
+    if parts.kind.startswith("early_exit"):
+        target = models.target
+    else:
+        targets = {COMPILE: lambda: models.compiled, STEPS: lambda: models.in_steps}
+        target = targets.get(parts.compiled, lambda: models.usual)()
     corpus = models.corpus if parts.corpus else None
     model: AssistedModel
     if parts.kind in _TREED:
@@ -199,7 +208,7 @@ def make_method(name: str, models: Models, *, most_tokens: int) -> Method:
         model.generate,
         lambda: model.last_stats,
         lambda: model.drafter.num_nodes - 1,  # without the root
-        compiled=bool(parts.compiled),
+        compiled=isinstance(target, CompiledTarget),
     )
 
 

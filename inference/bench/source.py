@@ -76,7 +76,12 @@ def load_models(
     medusa = None
     if source.checkpoint is not None:
         medusa = MedusaModel.from_pretrained(
-            source.checkpoint, target=source.target, tree="none", dtype=dtype, **options
+            source.checkpoint,
+            target=source.target,
+            tree="none",
+            dtype=dtype,
+            compile=False,
+            **options,
         )
         target = medusa.target
     else:

@@ -32,8 +32,10 @@ from medusa_heads.inference.engine.device_state import ENDS, DeviceState, Figure
 from medusa_heads.inference.engine.rows import Ends
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
+from medusa_heads.machine.graphs import noted
+from medusa_heads.machine.recording import Recording, standing
+from medusa_heads.target.captured import CapturedTarget
 from medusa_heads.target.compiled import CompiledTarget
-from medusa_heads.target.graphs import noted
 from medusa_heads.target.recurrent import time_steps_of_one_token
 from medusa_heads.target.static_cache import StaticRecurrentCache, StaticRowCache
 from medusa_heads.target.target import TargetModel
@@ -67,6 +69,10 @@ class DeviceLoop:
         self._states: WeakKeyDictionary[StaticRowCache, dict[Any, DeviceState]] = (
             WeakKeyDictionary()
         )
+        # By the state's shapes, with what must stand for it to serve.
+        self._recorded: WeakKeyDictionary[
+            DeviceState, WeakKeyDictionary[Drafter, dict[Any, tuple[Any, Recording]]]
+        ] = WeakKeyDictionary()
         self._buckets: WeakKeyDictionary[
             Drafter, WeakKeyDictionary[DeviceState, dict[Any, Buckets]]
         ] = WeakKeyDictionary()
@@ -156,10 +162,34 @@ class DeviceLoop:
         if not target.compiles:
             _step(target, drafter, state, levels, size)
             return None
+        if isinstance(target, CapturedTarget):
+            return self._recorded_step(target, drafter, state, levels, size)
         with state.compared(target, drafter), noted() as calls:
             target.run(self._compiled, target, drafter, state, levels, size)
         # What is still to be compared is not taken again as it was.
         return calls[0].whole() if len(calls) == 1 and state.is_compared(drafter) else None
+
+    def _recorded_step(
+        self,
+        target: CapturedTarget,
+        drafter: Drafter,
+        state: DeviceState,
+        levels: int,
+        size: int | None,
+    ) -> Callable[[], object] | None:
+        of_drafter = self._recorded.setdefault(state, WeakKeyDictionary())
+        known = of_drafter.setdefault(drafter, {})
+        key = levels, size, state.cache.slots_N.data_ptr(), kinds(state.processors), state.drawing
+        if key in known and known[key][0] == standing(target.model, drafter, state):
+            again = known[key][1].replay
+            again()
+            return again
+        step = partial(target.run, self._compiled, target, drafter, state, levels, size)
+        step()
+        if (recording := target.recording(step)) is None:
+            return None
+        known[key] = standing(target.model, drafter, state), recording
+        return recording.replay
 
     def _buckets_of(
         self, drafter: Drafter, state: DeviceState, rule: SampleThenMatch

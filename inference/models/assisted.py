@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import Tensor
 from transformers import (
@@ -26,6 +26,13 @@ from medusa_heads.inference.engine.decoding import decode
 from medusa_heads.inference.engine.noise import RNGS, Rng
 from medusa_heads.inference.engine.running import RunningBatch
 from medusa_heads.inference.engine.stats import GenerationStats
+from medusa_heads.inference.models.compiling import (
+    Compile,
+    as_it_is,
+    check_compile,
+    compiled_target,
+    usual_target,
+)
 from medusa_heads.inference.models.late_compiling import LateCompiling
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
@@ -37,16 +44,13 @@ if TYPE_CHECKING:  # heavy to import
     from medusa_heads.inference.endpoint.server import Server
 
 
-Compile: TypeAlias = bool | Literal["auto", "steps"]
-
-
 class EngineOptions(TypedDict, total=False):
     """Settings that the classes below AssistedModel hand on to it, which says what they are."""
 
     acceptance: str
     acceptance_settings: Mapping[str, float] | None
     rng: Rng
-    compile: Compile
+    compile: Compile | None
     compile_backend: str | Callable[..., Any]
 
 
@@ -63,7 +67,8 @@ class AssistedModel(ABC):
             `"transformers"`, the random stream of generate(), by which it is the text of that.
         compile: run the target through torch.compile. The first text takes longer. `"auto"`
             compiles in the middle of the text in which it has come to pay, if ever. `"steps"`
-            compiles whole steps where it can be done.
+            compiles whole steps where it can be done. `"capture"` records them as CUDA graphs
+            instead, without a compiler, and is what happens by default on a GPU.
         compile_backend: of torch.compile.
 
     Attributes:
@@ -85,22 +90,21 @@ class AssistedModel(ABC):
         acceptance: str = "lossless",
         acceptance_settings: Mapping[str, float] | None = None,
         rng: Rng = "keyed",
-        compile: Compile = False,
+        compile: Compile | None = None,
         compile_backend: str | Callable[..., Any] = "inductor",
     ) -> None:
         _check_options(acceptance, acceptance_settings, rng, compile)
         target = target if isinstance(target, TargetModel) else TargetModel(target)
         self.target = target.with_features(features)
         self._late: LateCompiling | None = None
-        if compile and not isinstance(self.target, CompiledTarget):
-            # One graph over a cache of fixed size, replayed as a CUDA graph on a GPU.
-            compiled = partial(
-                CompiledTarget, self.target.model, compile_backend, self.target.features
-            )
-            if compile == "auto":
-                self._late = LateCompiling(self.target, compiled, self._drafter_for)
-            else:
-                self.target = compiled(compile == "steps")
+        if compile == "auto" and not isinstance(self.target, CompiledTarget):
+            view = partial(CompiledTarget, target.model, compile_backend, self.target.features)
+            self._late = LateCompiling(self.target, view, self._drafter_for)
+        elif compile is None:
+            self.target = usual_target(self.target)
+        else:
+            self.target = compiled_target(self.target, compile, compile_backend)
+        self._chosen = compile is None
         devices = set((getattr(self.target.model, "hf_device_map", None) or {}).values())
         if len(devices) > 1:
             raise UnsupportedArchitecture(
@@ -116,8 +120,9 @@ class AssistedModel(ABC):
     def _set_deterministic(self, wanted: bool) -> None:
         _check_options(compile="auto" if self._late else False, deterministic=wanted)
         self.deterministic = wanted
-        if wanted:
-            self.target = self.target.without_packed()  # which a clock decides about
+        if wanted:  # without what a clock decides about: kernels of recordings, packed matrices
+            target = as_it_is(self.target) if self._chosen else self.target
+            self.target = target.without_packed()
 
     @property
     def lossless(self) -> bool:
@@ -239,9 +244,13 @@ class AssistedModel(ABC):
                 "by rng='transformers' a text depends on those beside it: rows that come and go "
                 "want rng='keyed'"
             )
+        drafter = self.drafter
+        target = as_it_is(self.target) if self._chosen else self.target  # rows come and go
+        if self.deterministic or target is not self.target:
+            drafter = self._drafter_for(target)
         return RunningBatch(
-            self.target,
-            self._drafter_for(self.target) if self.deterministic else self.drafter,
+            target,
+            drafter,
             max_rows,
             acceptance=self.acceptance,
             acceptance_settings=self.acceptance_settings,
@@ -278,16 +287,11 @@ def _check_options(
     acceptance: str = "lossless",
     acceptance_settings: Mapping[str, float] | None = None,
     rng: Rng = "keyed",
-    compile: Compile = False,
+    compile: Compile | None = None,
     deterministic: bool = False,
 ) -> None:
     """Raises ValueError: one of these is none, or does not go with another."""
-    if compile not in (False, True, "auto", "steps"):
-        raise ValueError(f"compile must be True, False, 'auto' or 'steps', got {compile!r}")
+    check_compile(compile, deterministic)
     if rng not in RNGS:
         raise ValueError(f"rng must be one of {list(RNGS)}, got {rng!r}")
     make_rule(acceptance, LogitsProcessorList(), False, **(acceptance_settings or {}))
-    if deterministic and compile == "auto":
-        raise ValueError(
-            "compile='auto' goes by clocks, which deterministic=True does without: use compile=True"
-        )

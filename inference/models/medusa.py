@@ -25,7 +25,8 @@ from medusa_heads.hub.pull import copy_checkpoint, find_checkpoint
 from medusa_heads.hub.push import prepare_push, push
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.lookup.corpus_files import Corpus, find_corpus
-from medusa_heads.inference.models.assisted import AssistedModel, Compile, EngineOptions
+from medusa_heads.inference.models.assisted import AssistedModel, EngineOptions
+from medusa_heads.inference.models.compiling import Compile
 from medusa_heads.inference.models.named_target import load_target
 from medusa_heads.inference.plan.adaptive import check_tree, heads_drafter
 from medusa_heads.inference.plan.trees import TreeSpec
@@ -131,7 +132,7 @@ class MedusaModel(AssistedModel):
         tree: TreeSpec = "auto",
         corpus: Corpus | None = None,
         acceptance: str = "lossless",
-        compile: Compile = False,
+        compile: Compile | None = None,
         deterministic: bool = False,
         merge_adapter: bool = False,
         **options: Any,

@@ -97,6 +97,8 @@ class TrainingFreeModel(AssistedModel):
     ) -> None:
         compiled = options.get("compile") or isinstance(target, CompiledTarget)
         check_drafter(drafter, corpus, calibration, compiled, modules)
+        if drafter.startswith("early_exit"):  # which runs some layers of the target alone
+            options["compile"] = False
         super().__init__(target, **options)
         self._set_deterministic(deterministic)
         name, _, suffix = drafter.partition("+")

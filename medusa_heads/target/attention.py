@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.machine.attention import (
     attended,
     attention_of_part,
@@ -37,13 +36,11 @@ SUPPORTED_ATTENTION = ("sdpa", "eager")
 _ACTIVE: ContextVar[TreeMask | None] = ContextVar("tree_mask", default=None)
 _TRACED = [False]  # whether what is compiled now verifies trees: a compiler reads no ContextVar
 _COMPILED, _COUNTING = [0], Lock()  # forwards of that kind, in all threads
+# Where such forwards run uncompiled, what is made once of each mask, with the mask itself.
+_KEPT: ContextVar[dict[Any, tuple[Tensor, Tensor]] | None] = ContextVar("kept", default=None)
 LARGE = 1 << 19  # numbers in a layer's keys and values: to read all of fewer takes no longer
 _MASKS_KEPT = 4  # of a forward: more than models have kinds of layers
 _OF_OTHER_KERNELS = ("position_bias", "cache", "softcap", "s_aux")
-
-
-_ROWS_OF = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
-_WITHOUT_ROWS = {"linear_attention", "conv", "moe", "mlp"}
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class TreeMask:
     # Where P nodes of the same tree, written before `first_slot` in earlier forwards, stand.
     written_positions_BP: Tensor | None = None
     # Masks of layers, each with itself once for every query head of a group.
-    of_groups: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    of_groups: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def first_on_host(self) -> int:
@@ -112,43 +109,6 @@ def take_tree_masks() -> None:
         ALL_MASK_ATTENTION_FUNCTIONS[name] = _with_tree(ALL_MASK_ATTENTION_FUNCTIONS[name])
 
 
-def explicit_masks(config: Any, tree: TreeMask, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-    """The masks that the model would build from this tree, to be passed as its attention_mask: one
-    tensor [B, 1, N, S], or one for each kind of layer. Raises UnsupportedArchitecture: a kind of
-    layer whose rule is not known here."""
-    from transformers.masking_utils import (
-        causal_mask_function,
-        chunked_causal_mask_function,
-        sliding_window_causal_mask_function,
-    )
-
-    window = getattr(config, "sliding_window", None)
-    chunk = getattr(config, "attention_chunk_size", None)
-    usual = "sliding_attention" if window else "chunked_attention" if chunk else "full_attention"
-    rules: dict[str, Callable[[], Any]] = {
-        "full_attention": lambda: causal_mask_function,
-        "sliding_attention": lambda: sliding_window_causal_mask_function(int(window or 0)),
-        "chunked_attention": lambda: chunked_causal_mask_function(
-            int(chunk or 0), torch.zeros_like(tree.query_positions_BN[:, 0])
-        ),
-    }
-    masks: dict[str, Any] = {}
-    kinds = set(getattr(config, "layer_types", None) or [usual])
-    # A layer that keeps rows and a state takes the mask of its rows; one that keeps a state alone
-    # takes what says of tokens that they are padding, which none of these is.
-    with_rows = {_ROWS_OF.get(kind, kind) for kind in kinds} - _WITHOUT_ROWS
-    for kind in with_rows:
-        if kind not in rules:
-            raise UnsupportedArchitecture(
-                f"{config.model_type} has {kind} layers, whose mask is not known",
-                "leave compile out",
-            )
-        masks[kind] = _bias(rules[kind](), tree, dtype)
-    if len(masks) > 1:
-        return masks | dict.fromkeys(kinds & _WITHOUT_ROWS)
-    return next(iter(masks.values()))
-
-
 def _with_tree(build_mask: Callable[..., Any]) -> Callable[..., Any]:
     def build(*args: Any, **kwargs: Any) -> Any:
         tree = _ACTIVE.get()
@@ -157,12 +117,13 @@ def _with_tree(build_mask: Callable[..., Any]) -> Callable[..., Any]:
         from transformers.masking_utils import causal_mask_function
 
         rule = kwargs.get("mask_function", causal_mask_function)
-        return _bias(rule, tree, kwargs.get("dtype") or torch.float32)
+        return mask_of(rule, tree, kwargs.get("dtype") or torch.float32)
 
     return build
 
 
-def _bias(rule: Any, tree: TreeMask, dtype: torch.dtype) -> Tensor:
+def mask_of(rule: Any, tree: TreeMask, dtype: torch.dtype) -> Tensor:
+    """The mask of layers with such a rule, as numbers [B, 1, N, S]."""
     from transformers.masking_utils import causal_mask_function
 
     if rule is causal_mask_function and tree.bias_BNS is not None:
@@ -222,7 +183,7 @@ def _folded(attend: Callable[..., Any]) -> Callable[..., Any]:
             if _reads_part(key, value):
                 return attention_of_part(query, key, value, attention_mask, scaling), None
             if split_pays(key.device, key.dtype, attended(query, key, value)):
-                seen = seen_words(attention_mask)
+                seen = _once(attention_mask, "seen", seen_words)
                 return attention_of_words(query, key, value, seen, scaling), None
         if groups == 1 or not folds:
             return attend(
@@ -236,8 +197,11 @@ def _folded(attend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_graph(query_BHNX: Tensor, key_BGSX: Tensor, mask: Tensor | None) -> bool:
-    """Whether this is compiled, without gradients, and the mask one of numbers for all heads."""
-    if mask is None or not torch.compiler.is_compiling() or torch.is_grad_enabled():
+    """Whether this is a part of a graph, without gradients, and the mask one of numbers for all
+    heads."""
+    if mask is None or torch.is_grad_enabled():
+        return False
+    if not torch.compiler.is_compiling() and _KEPT.get() is None:
         return False
     of_all = len(query_BHNX), 1, query_BHNX.shape[2], key_BGSX.shape[2]
     return mask.dtype == query_BHNX.dtype and tuple(mask.shape) == of_all
@@ -255,13 +219,20 @@ def _for_groups(mask: Tensor | None, groups: int) -> Tensor | None:
         return mask
     if mask.shape[1] > 1:
         return mask.reshape(mask.shape[0], -1, groups * mask.shape[2], mask.shape[3])
+    return _once(mask, groups, lambda mask: mask.repeat(1, 1, groups, 1))
+
+
+def _once(mask: Tensor, kind: object, make: Callable[[Tensor], Tensor]) -> Tensor:
+    """What is made of a mask, once a forward where its layers share it."""
     if torch.compiler.is_compiling():
-        return mask.repeat(1, 1, groups, 1)
-    known, name = _ACTIVE.get().of_groups, (id(mask), groups)  # type: ignore[union-attr]
+        return make(mask)
+    known, name = _KEPT.get(), (id(mask), kind)
+    if known is None:
+        known = _ACTIVE.get().of_groups  # type: ignore[union-attr]
     if name not in known:
         if len(known) == _MASKS_KEPT:
             del known[next(iter(known))]
-        known[name] = mask, mask.repeat(1, 1, groups, 1)
+        known[name] = mask, make(mask)
     return known[name][1]
 
 
@@ -276,6 +247,16 @@ def compiled_tree_attention() -> Iterator[None]:
         _count_compiled(-1)
 
 
+@contextmanager
+def recorded_tree_attention() -> Iterator[None]:
+    """Within the block, the same of one forward, or of one step, that is not compiled."""
+    token = _KEPT.set({})
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
+
+
 def _count_compiled(change: int) -> None:
     with _COUNTING:
         _COMPILED[0] += change
@@ -284,4 +265,6 @@ def _count_compiled(change: int) -> None:
 
 def reads_tree() -> bool:
     """Whether a tree is being verified, or what verifies trees is compiled."""
-    return _TRACED[0] if torch.compiler.is_compiling() else _ACTIVE.get() is not None
+    if torch.compiler.is_compiling():
+        return _TRACED[0]
+    return _ACTIVE.get() is not None or _KEPT.get() is not None

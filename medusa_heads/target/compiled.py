@@ -20,13 +20,17 @@ from torch import Tensor
 
 from medusa_heads.agreement import TOLERANCE, is_half, relative_error
 from medusa_heads.errors import MedusaWarning, UnsupportedArchitecture, first_line
-from medusa_heads.target.attention import TreeMask, compiled_tree_attention, explicit_masks
+from medusa_heads.machine.graphs import NotingBackend, look, no_graph, noted, nothing_collected
+from medusa_heads.target.attention import TreeMask, compiled_tree_attention
 from medusa_heads.target.cache import RowCache
 from medusa_heads.target.features import Captured, Read, check_layers, watch
-from medusa_heads.target.graphs import NotingBackend, look, no_graph, noted, nothing_collected
 from medusa_heads.target.recurrent import is_recurrent
 from medusa_heads.target.scans import has_scans
-from medusa_heads.target.static_cache import StaticRecurrentCache, StaticRowCache
+from medusa_heads.target.static_cache import (
+    StaticRecurrentCache,
+    StaticRowCache,
+    explicit_inputs,
+)
 from medusa_heads.target.target import TargetModel
 
 if TYPE_CHECKING:
@@ -49,6 +53,8 @@ class CompiledTarget(TargetModel):
     Attributes:
         whole_steps: whether steps of decoding are graphs as a whole, where they can be.
     """
+
+    _stacked = False  # the rows of many layers in one tensor
 
     def __init__(
         self,
@@ -129,10 +135,13 @@ class CompiledTarget(TargetModel):
     def _view(self, features: tuple[int, ...], packs: bool | None = None) -> CompiledTarget:
         packs = self.packs if packs is None else packs
         if (view := self._views.get((features, packs))) is None:
-            view = CompiledTarget(self.model, self._backend, features, self.whole_steps)
+            view = self._like(features)
             view.packs = packs
             self._views[features, packs] = view
         return view
+
+    def _like(self, features: tuple[int, ...]) -> CompiledTarget:
+        return CompiledTarget(self.model, self._backend, features, self.whole_steps)
 
     def without_packed(self) -> CompiledTarget:
         """See TargetModel."""
@@ -184,8 +193,8 @@ class CompiledTarget(TargetModel):
             else:
                 room -= weight
         if cache is None:
-            recurrent = is_recurrent(self.config)
-            cache = (StaticRecurrentCache if recurrent else StaticRowCache)(self.config, capacity)
+            of_kind = StaticRecurrentCache if is_recurrent(self.config) else StaticRowCache
+            cache = of_kind(self.config, capacity, stacked=self._stacked)
         self._caches[kind] = cache
         cache.reset()
         return cache
@@ -258,12 +267,20 @@ class CompiledTarget(TargetModel):
             captured.put(self.features, read)
             return logits_BNV
         captured.clear()  # or the first graph of a text would be another one than later ones
+        logits_BNV, calls[key] = self._first(inputs, given)
+        return logits_BNV
+
+    def _first(
+        self, inputs: dict[str, Any], given: list[Tensor]
+    ) -> tuple[Tensor, Callable[[list[Tensor]], list[Tensor]] | None]:
+        """A forward that is the first of its shapes in a text, and what makes the others: of what
+        is given, the logits, and what was read besides."""
         with noted() as made:
             logits_BNV = self._checked(inputs)
-        if len(made) == 1:
-            results = [logits_BNV, *captured.tensors(self.features)]
-            calls[key] = made[0].between(given, results)
-        return logits_BNV
+        if len(made) != 1:
+            return logits_BNV, None
+        results = [logits_BNV, *self._captured.tensors(self.features)]
+        return logits_BNV, made[0].between(given, results)
 
     def forget_hidden(self) -> None:
         """What was captured last, or is not there: two states that graphs would tell apart."""
@@ -279,16 +296,3 @@ class CompiledTarget(TargetModel):
         hidden_BNX = Read.of(captured.hidden[0], self.features, captured.outputs).wide()
         captured.clear()  # or the graph would put them out
         return logits_BNV, hidden_BNX
-
-
-def explicit_inputs(
-    target: TargetModel, tokens_BN: Tensor, cache: StaticRowCache, mask: TreeMask
-) -> dict[str, Any]:
-    """What a model's forward is given, so that nothing in it hangs on how long texts are."""
-    return {
-        "input_ids": tokens_BN.contiguous(),
-        "position_ids": mask.query_positions_BN,
-        "attention_mask": explicit_masks(target.config, mask, target.dtype),
-        "past_key_values": cache,
-        "use_cache": True,
-    }

@@ -138,10 +138,10 @@ class RecurrentCache(RowCache):
     state_and_row_kind = StateAndRowLayer
     is_held = False  # whether the states can be put back
 
-    def __init__(self, config: Any, slots: int = 0) -> None:
+    def __init__(self, config: Any, slots: int = 0, **options: Any) -> None:
         self._held: list[Tensor] = []
         self._length = 0
-        super().__init__(config, slots)
+        super().__init__(config, slots, **options)
         self.rows_stand_alone = not self._compressed()
 
     def make_layer(self, layer: Any) -> Any:

@@ -1,21 +1,30 @@
-"""Caches of fixed capacity, whose content alone changes from step to step.
+"""Caches of fixed capacity, whose content alone changes from step to step; and what a forward over
+them is given.
 
-Shapes: B batch, N tokens of a forward, C capacity in slots, H key-value heads, X head dimension.
+Shapes: B batch, N tokens of a forward, C or S capacity in slots, H key-value heads, X head
+dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.target.attention import TreeMask, mask_of
 from medusa_heads.target.cache import IndexedRowLayer, RowCache, RowLayer
 from medusa_heads.target.recurrent import CompressedRowLayer, RecurrentCache, StateAndRowLayer
 from medusa_heads.target.stacks import Member, Stacks
+
+if TYPE_CHECKING:
+    from medusa_heads.target.target import TargetModel
+
+_ROWS_OF = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+_WITHOUT_ROWS = {"linear_attention", "conv", "moe", "mlp"}
 
 
 class StaticStacks(Stacks):
@@ -53,6 +62,21 @@ class StaticStacks(Stacks):
         raise AssertionError("rows stay: another batch size would be another graph")
 
 
+class StackedStaticStacks(StaticStacks):
+    """The same of many layers in few tensors, whose rows move at once. For recordings: a compiler's
+    graph that writes to one layer might copy all of them."""
+
+    buffer = Stacks.buffer
+    move_rows = Stacks.move_rows
+
+    def add(self, *new: Tensor) -> list[Member]:
+        with torch.inference_mode(False):
+            return super().add(*new)
+
+    def _place(self, like: Tensor, room: int) -> Member:
+        return Stacks._place(self, like, room)
+
+
 class StaticRowLayer(RowLayer):
     """One layer's keys and values, in buffers that never grow."""
 
@@ -84,13 +108,14 @@ class StaticRowLayer(RowLayer):
 
 
 class StaticRowCache(RowCache):
-    """A RowCache of so many slots for every row, and no more."""
+    """A RowCache of so many slots for every row, and no more; `stacked` for recordings."""
 
     layer_kind = StaticRowLayer
     _stacks: StaticStacks
 
-    def __init__(self, config: Any, capacity: int) -> None:
-        super().__init__(config, stacks=StaticStacks(capacity))
+    def __init__(self, config: Any, capacity: int, stacked: bool = False) -> None:
+        kind = StackedStaticStacks if stacked else StaticStacks
+        super().__init__(config, stacks=kind(capacity))
         self.fixed_capacity = capacity
         # One buffer for each size of tree, for good: graphs know where it lies.
         self._nodes: dict[int, Tensor] = {}
@@ -184,3 +209,53 @@ class StaticRecurrentCache(RecurrentCache, StaticRowCache):
                 "leave compile out",
             )
         return made
+
+
+def explicit_inputs(
+    target: TargetModel, tokens_BN: Tensor, cache: StaticRowCache, mask: TreeMask
+) -> dict[str, Any]:
+    """What a model's forward is given, so that nothing in it hangs on how long texts are."""
+    return {
+        "input_ids": tokens_BN.contiguous(),
+        "position_ids": mask.query_positions_BN,
+        "attention_mask": explicit_masks(target.config, mask, target.dtype),
+        "past_key_values": cache,
+        "use_cache": True,
+    }
+
+
+def explicit_masks(config: Any, tree: TreeMask, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+    """The masks that the model would build from this tree, to be passed as its attention_mask: one
+    tensor [B, 1, N, S], or one for each kind of layer. Raises UnsupportedArchitecture: a kind of
+    layer whose rule is not known here."""
+    from transformers.masking_utils import (
+        causal_mask_function,
+        chunked_causal_mask_function,
+        sliding_window_causal_mask_function,
+    )
+
+    window = getattr(config, "sliding_window", None)
+    chunk = getattr(config, "attention_chunk_size", None)
+    usual = "sliding_attention" if window else "chunked_attention" if chunk else "full_attention"
+    rules: dict[str, Callable[[], Any]] = {
+        "full_attention": lambda: causal_mask_function,
+        "sliding_attention": lambda: sliding_window_causal_mask_function(int(window or 0)),
+        "chunked_attention": lambda: chunked_causal_mask_function(
+            int(chunk or 0), torch.zeros_like(tree.query_positions_BN[:, 0])
+        ),
+    }
+    masks: dict[str, Any] = {}
+    kinds = set(getattr(config, "layer_types", None) or [usual])
+    # A layer that keeps rows and a state takes the mask of its rows; one that keeps a state alone
+    # takes what says of tokens that they are padding, which none of these is.
+    with_rows = {_ROWS_OF.get(kind, kind) for kind in kinds} - _WITHOUT_ROWS
+    for kind in with_rows:
+        if kind not in rules:
+            raise UnsupportedArchitecture(
+                f"{config.model_type} has {kind} layers, whose mask is not known",
+                "leave compile out",
+            )
+        masks[kind] = mask_of(rules[kind](), tree, dtype)
+    if len(masks) > 1:
+        return masks | dict.fromkeys(kinds & _WITHOUT_ROWS)
+    return next(iter(masks.values()))

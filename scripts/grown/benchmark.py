@@ -155,7 +155,7 @@ def _models(arguments: Arguments, device: torch.device, console: Console) -> Mod
 
     where: dict[str, Any] = {"dtype": getattr(torch, arguments.dtype), "device": device}
     if arguments.shape == "own":
-        medusa = MedusaModel.from_pretrained(arguments.heads, tree="none", **where)
+        medusa = MedusaModel.from_pretrained(arguments.heads, tree="none", compile=False, **where)
         return Models(medusa.target, medusa)
     started = time.perf_counter()
     medusa, grown = grown_medusa(arguments.heads, arguments.shape, **where)

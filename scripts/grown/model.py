@@ -165,7 +165,8 @@ def grown_medusa(
     model.config._name_or_path = f"{name} grown to {shape}"
     assert grown.loaded is not None and grown.heads is not None
     statistics = grown.loaded.statistics
-    return MedusaModel(grown.target, grown.heads, statistics=statistics, tree=tree), grown
+    options: dict[str, Any] = {"tree": tree, "compile": False}
+    return MedusaModel(grown.target, grown.heads, statistics=statistics, **options), grown
 
 
 def _difference(before: Tensor, after: Tensor) -> tuple[float, float]:

@@ -144,7 +144,7 @@ def checkpoint_model(arguments: ProfileArguments) -> tuple[MedusaModel, Any]:
             dtype=arguments.dtype,  # type: ignore[arg-type]
             device=arguments.device,
         )
-        return load_model(options, tree=arguments.tree)
+        return load_model(options, tree=arguments.tree, compile=False)
     dtype = getattr(torch, arguments.dtype)
     device = find_device(arguments.device)
     model, grown = grown_medusa(
@@ -167,7 +167,7 @@ def random_model(arguments: ProfileArguments) -> MedusaModel:
     draft_tokens = None if size is None else torch.randperm(arguments.vocabulary)[:size]
     config = HeadsConfig(num_heads=4, draft_vocab_size=size)
     heads = MedusaHeads.from_target(target, config, draft_tokens)
-    return MedusaModel(target, heads, tree=arguments.tree)
+    return MedusaModel(target, heads, tree=arguments.tree, compile=False)
 
 
 class Place:

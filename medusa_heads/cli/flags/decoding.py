@@ -95,6 +95,7 @@ class DecodingArguments(DraftingArguments):
     compile_steps: bool = flag(
         False, "Compile whole steps, drafting too: for GPUs, the first text is slower still."
     )
+    capture: bool = flag(True, "On a GPU, record steps as CUDA graphs where nothing is compiled.")
     max_new_tokens: int = flag(128, "Most tokens that are generated.")
     do_sample: bool = flag(False, "Sample; so do temperature, top_k, top_p, min_p and typical_p.")
     temperature: float | None = flag(None, "Sampling temperature.")
@@ -141,7 +142,7 @@ def _compile(arguments: DecodingArguments) -> Any:
     given = [(name, value) for wanted, name, value in asked if wanted]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(name for name, _ in given)} exclude each other: give one")
-    return given[0][1] if given else False
+    return given[0][1] if given else None if arguments.capture else False
 
 
 def generation_options(arguments: DecodingArguments, tokenizer: Any) -> dict[str, Any]:

@@ -1,0 +1,119 @@
+"""What recordings depend on; and on a GPU, what they do again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import TemperatureLogitsWarper
+
+from medusa_heads.machine.recording import Recording, memory_pool, records, standing
+from medusa_heads.trees.tree import TreeShape
+from tests.conftest import DEVICE
+
+on_a_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="there is no GPU")
+
+
+def test_what_stands() -> None:
+    module = nn.Linear(3, 2)
+    shape = TreeShape.from_choices([(0,), (0, 1)])
+    things: dict[str, Any] = {"a": [1, 2.5, None], "b": torch.zeros(2), "c": (shape, module)}
+    warper = TemperatureLogitsWarper(0.7)
+    known = standing(things, warper)
+    assert standing(things, warper) == known
+    things["b"].fill_(1.0)  # the content may change
+    with torch.no_grad():
+        module.weight *= 2.0
+    assert standing(things, warper) == known
+    things["d"] = things["b"]
+    del things["d"]
+    things["itself"] = things  # as graphs of objects may be
+    assert standing(things, warper) != known
+    del things["itself"]
+    assert standing(things, warper) == known
+
+
+@pytest.mark.parametrize("change", ["number", "tensor", "view", "weight", "data", "length", "deep"])
+def test_what_makes_a_difference(change: str) -> None:
+    module = nn.Linear(3, 2)
+    warper = TemperatureLogitsWarper(0.7)
+    things: dict[str, Any] = {"a": [1, 2.5], "b": torch.zeros(2, 2), "c": (module,)}
+    known = standing(things, warper)
+    if change == "number":
+        things["a"][1] = 2.0
+    elif change == "tensor":
+        things["b"] = torch.zeros(2, 2)
+    elif change == "view":
+        things["b"] = things["b"].T
+    elif change == "weight":
+        module.weight = nn.Parameter(module.weight.detach().clone())
+    elif change == "data":
+        module.weight.data = module.weight.data.clone()
+    elif change == "length":
+        things["a"].append(None)
+    else:
+        warper.temperature = 0.8
+    assert standing(things, warper) != known
+
+
+def test_of_attributes_the_order_is_none() -> None:
+    one, other = Things(), Things()
+    one.first, one.second = 1, 2
+    other.second, other.first = 2, 1
+    assert standing(one) == standing(other)
+
+
+@dataclass
+class Things:
+    first: int = 0
+    second: int = 0
+    rest: list[int] = field(default_factory=list)
+
+
+Things.__module__ = "medusa_heads.some"
+
+
+def test_no_recordings_on_a_cpu() -> None:
+    assert not records(torch.device("cpu"))
+
+
+@on_a_gpu
+def test_it_is_done_again() -> None:
+    total_2, add_2 = (torch.zeros(2, device=DEVICE) for _ in range(2))
+
+    def step() -> Tensor:
+        total_2.add_(add_2 * 2)
+        return total_2 + 1
+
+    step()
+    recording = Recording(step, total_2.device, memory_pool())
+    assert total_2.tolist() == [0.0, 0.0]  # without an effect
+    for number in (1.0, 2.0):
+        add_2.fill_(number)
+        recording.replay()
+    assert total_2.tolist() == [6.0, 6.0] and recording.result.tolist() == [7.0, 7.0]
+
+
+@on_a_gpu
+def test_its_memory_stays() -> None:
+    things = {"scale": torch.full((1 << 20,), 3.0, device=DEVICE)}
+    out = torch.zeros(1 << 20, device=DEVICE)
+    recording = Recording(lambda: out.copy_(things["scale"] * 2), out.device, memory_pool())
+    things.clear()
+    other = torch.full((1 << 20,), 5.0, device=DEVICE)  # which would come to lie there
+    recording.replay()
+    assert out[0].item() == 6.0 and other[0].item() == 5.0
+
+
+@on_a_gpu
+def test_what_asks_the_host_is_refused() -> None:
+    number = torch.ones(3, device=DEVICE)
+    with pytest.raises(RuntimeError):
+        Recording(lambda: number * float(number.sum()), number.device, memory_pool())
+    assert float((number * 2).sum()) == 6.0  # the GPU goes on
+    recording = Recording(lambda: number.mul_(2), number.device, memory_pool())
+    recording.replay()
+    assert number.tolist() == [2.0, 2.0, 2.0]

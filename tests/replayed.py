@@ -1,0 +1,75 @@
+"""What stands on a CPU for the recordings of a GPU: all operations are noted with the tensors that
+they were given, and a replay does them again and writes where their first results lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+_aten = torch.ops.aten
+_ASK = {
+    _aten._local_scalar_dense,
+    _aten.item,
+    _aten.nonzero,
+    _aten.equal,
+}  # the host: no GPU records them
+
+
+class Replayed:
+    """Takes a Recording's place.
+
+    Attributes:
+        made: how many there have been.
+    """
+
+    made = 0
+
+    def __init__(self, function: Callable[[], Any], device: torch.device, pool: object) -> None:
+        Replayed.made += 1
+        noted = _Noted()
+        try:
+            with noted:
+                self.result = function()
+        finally:
+            for tensor, content in reversed(noted.written):  # a recording has no effect
+                tensor.copy_(content)
+        self._done = noted.done
+
+    def replay(self) -> None:
+        for function, args, kwargs, results in self._done:
+            for old, new in zip(results, tree_leaves(function(*args, **kwargs)), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class _Noted(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[tuple[Any, Any, Any, list[Any]]] = []
+        self.written: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func.overloadpacket in _ASK:
+            raise RuntimeError(f"{func} is not permitted when a stream is capturing")
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[place] if place < len(args) else kwargs.get(argument.name)
+                written = [each for each in tree_leaves(given) if isinstance(each, Tensor)]
+                self.written += [(tensor, tensor.clone()) for tensor in written]
+        result = func(*args, **kwargs)
+        # The memory, whatever its owner comes to hold instead.
+        given, named = tree_map(_memory, (args, kwargs))
+        self.done.append((func, given, named, tree_leaves(result)))
+        return result
+
+
+def _memory(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
