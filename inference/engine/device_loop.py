@@ -10,16 +10,11 @@ Of what a text asks for, some things have no place in such a step; `begin` says 
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
-
-import torch
-from torch import Tensor
 
 from medusa_heads.errors import MedusaWarning, UnsupportedArchitecture
 from medusa_heads.inference.acceptance import AcceptanceRule, SampleThenMatch
@@ -28,7 +23,8 @@ from medusa_heads.inference.acceptance.lossless import check_drawn
 from medusa_heads.inference.adapt.buckets import Buckets
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.device_recurrent import RecurrentDeviceState
-from medusa_heads.inference.engine.device_state import ENDS, DeviceState, Figures
+from medusa_heads.inference.engine.device_state import ENDS, DeviceState
+from medusa_heads.inference.engine.reading import Reading
 from medusa_heads.inference.engine.rows import Ends
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
@@ -42,9 +38,6 @@ from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.dynamic_tree import likeliest
 
 Step = Callable[[CompiledTarget, Drafter, DeviceState, int, int | None], None]
-
-# Devices that work on while the host goes ahead, and whose figures are so read late.
-_READ_LATE = {"cuda"}
 
 
 def _step(
@@ -106,9 +99,12 @@ class DeviceLoop:
         target.forget_hidden()
         try:
             with stats.phase("step"), time_steps_of_one_token(target.model):
-                reading = Reading(on_device.figures)
+                reading = Reading(on_device.figures, levels)
                 again: dict[Any, Callable[[], object]] = {}  # by graph
                 while reading.goes_on(buckets):
+                    if len(state.rows) == 1:  # which may be streamed
+                        check_drawn(reading.fresh)
+                        state.rows[0].take(reading.fresh)
                     size = None if buckets is None else buckets.next()
                     nodes = drafter.num_nodes if size is None else size + 1
                     graph = size, on_device.width(nodes, reading.again)
@@ -204,57 +200,11 @@ class DeviceLoop:
         return known[key]
 
 
-class Reading:
-    """The figures of steps, those of the last one, or on some devices of the one before it.
-
-    Attributes:
-        sizes: drafted nodes of the steps whose figures are still to be read; None of one that says
-            nothing of its seconds.
-        again: see Figures; None where it is not known in time.
-    """
-
-    again: int | None = None
-
-    def __init__(self, figures: Tensor) -> None:
-        self._figures, self._late = figures, figures.device.type in _READ_LATE
-        self._turn, self._pinned = 0, figures.is_cuda
-        self._copies = [figures.new_ones(len(figures), device="cpu") for _ in range(2)]
-        if self._pinned:
-            self._copies = [copy.pin_memory() for copy in self._copies]
-        self._events = [torch.cuda.Event() for _ in range(2)] if self._pinned else []
-        self._read = time.perf_counter()
-        self.sizes: deque[int | None] = deque()
-
-    def goes_on(self, buckets: Buckets | None) -> bool:
-        """Whether any row does, as far as is known; what is read teaches how many nodes pay."""
-        figures, before = Figures.of(self._next().tolist()), self._read
-        self._read = time.perf_counter()
-        steps = self._turn - 1 - self._late  # whose figures are known
-        if steps > 0 and (size := self.sizes.popleft()) is not None and figures.moved:
-            assert buckets is not None
-            accepted = figures.committed / figures.moved - 1.0
-            buckets.learn(size, accepted, figures.expected, self._read - before)
-        self.again = None if self._late else int(figures.again)
-        return figures.active > 0
-
-    def _next(self) -> Tensor:
-        self._turn += 1
-        if not self._late:
-            return self._figures
-        now, before = self._turn % 2, (self._turn + 1) % 2
-        self._copies[now].copy_(self._figures, non_blocking=True)
-        if self._pinned:
-            self._events[now].record()
-            if self._turn > 1:
-                self._events[before].synchronize()
-        return self._copies[before]
-
-
 def _hand_over(on_device: DeviceState, state: DecodingState, stats: GenerationStats) -> None:
     """To the rows, the state and the statistics what came of it."""
     written, counts = on_device.written(), on_device.steps_A.tolist()
     for row, tokens in zip(state.rows, written, strict=True):
-        row.tokens += tokens[len(row.tokens) :]
+        row.take(tokens[len(row.tokens) :])
         row.done = True
     for row in state.rows:
         check_drawn(row.tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,31 +27,6 @@ if TYPE_CHECKING:  # which read the state
     from medusa_heads.inference.drafters.base import Drafter
 
 ENDS = 8  # tokens that may end a row, in one graph
-
-
-class Figures(NamedTuple):
-    """What the host reads of a step.
-
-    Attributes:
-        active: rows that are not done.
-        moved: rows that committed tokens.
-        committed: their tokens.
-        again: the most tokens that the target reads again of any row, in front of its next tree.
-        expected: of a mean row, the tokens accepted where its 0, 1, 2, .. likeliest nodes are
-            verified; nothing where the tree is always the same.
-    """
-
-    active: float
-    moved: float
-    committed: float
-    again: float
-    expected: list[float]
-
-    @classmethod
-    def of(cls, numbers: list[float]) -> Figures:
-        """As `DeviceState.figures` holds them."""
-        active, moved, committed, again, *expected = numbers
-        return cls(active, moved, committed, again, expected)
 
 
 def fixed_zeros(device: torch.device, *shape: int, dtype: torch.dtype = torch.long) -> Tensor:
@@ -99,7 +74,7 @@ class DeviceState(DecodingState):
         # How many steps committed 1, 2, .. tokens; steps with any row.
         self.steps_A, self.forwards = numbers(levels + 1), numbers(1)
         # What the host reads, see `Figures`.
-        self.figures = numbers(4 + nodes, dtype=torch.float)
+        self.figures = numbers(5 + levels + nodes, dtype=torch.float)
         tokens_V = numbers(vocab_size)
         tokens_V.copy_(torch.arange(vocab_size))
         self._noise = NoiseOnDevice(self.keys_B, self.written_B, tokens_V)
@@ -222,10 +197,10 @@ class DeviceState(DecodingState):
         self.room_B.copy_((room_B1 - count_B1).where(~(ends_BA & taken_BA).any(1, True), 0)[:, 0])
         moved_B = moves_B1[:, 0]
         told = [(self.room_B > 0).sum(), moved_B.sum(), count_B1.sum(), self.again_B.amax()]
-        self.figures[:4] = torch.stack(told)
+        self.figures[: self._levels + 5] = torch.cat([torch.stack(told), tokens_BA[0]])
         if expected_BN is not None:
             own_BN = expected_BN.where(moves_B1, 0.0)
-            self.figures[4:] = own_BN.sum(dim=0) / moved_B.sum().clamp_min(1)
+            self.figures[self._levels + 5 :] = own_BN.sum(dim=0) / moved_B.sum().clamp_min(1)
 
     def _keep(self, nodes_BA: Tensor, taken_BA: Tensor) -> None:
         """Of the tree just read, keep in the cache what is taken."""

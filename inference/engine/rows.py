@@ -193,6 +193,14 @@ class Row:
         self.done = self._stop(self)
         return self.done
 
+    def take(self, tokens: list[int]) -> None:
+        """Append tokens of a step that was taken elsewhere, where it was seen whether it ends."""
+        self.tokens += tokens
+        if self._streamer is not None and tokens:
+            for token in tokens:
+                self._streamer.put(torch.tensor([token]))
+            self.end_step()
+
     def end_step(self) -> None:
         """All tokens of a step are committed."""
         if hasattr(self._streamer, "end_step"):

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 
-from medusa_heads.inference.engine.device_loop import Reading
+from medusa_heads.inference.engine.reading import Reading
 from medusa_heads.inference.models.assisted import AssistedModel
 
 

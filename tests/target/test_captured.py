@@ -12,7 +12,7 @@ from torch import Tensor
 
 from medusa_heads import HeadsConfig, MedusaModel, TargetModel, new_heads
 from medusa_heads.errors import MedusaWarning
-from medusa_heads.inference.engine import device_loop
+from medusa_heads.inference.engine import device_loop, reading
 from medusa_heads.inference.models import compiling
 from medusa_heads.inference.models.drafted import DraftedModel
 from medusa_heads.inference.models.training_free import TrainingFreeModel
@@ -147,6 +147,45 @@ def test_steps_that_ask_the_host(model: Any) -> None:
         for _ in range(2):
             assert torch.equal(text(medusa, inputs, **options), text(plain, inputs, **options))
             assert "step" not in medusa.last_stats.seconds
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("options", [{}, SAMPLING], ids=["greedy", "drawn"])
+def test_a_text_is_streamed(
+    model: Any, monkeypatch: pytest.MonkeyPatch, late: bool, options: dict[str, Any]
+) -> None:
+    """Step by step, on a GPU those of the step before; to the token that ends it."""
+    if late:
+        monkeypatch.setattr(reading, "_READ_LATE", {"cpu", "cuda"})
+    medusa, inputs = with_heads(model), padded([0], 12)
+    expected = text(medusa, inputs, **options)[0, 12:].tolist()
+    for end in (None, expected[-5]):
+        last = len(expected) if end is None else expected.index(end) + 1
+        streamer = Streamer()
+        made = text(medusa, inputs, streamer=streamer, eos_token_id=end, **options)
+        assert medusa.last_stats.seconds["step"]
+        assert made[0, 12:].tolist() == streamer.tokens == expected[:last]
+        assert streamer.steps == medusa.last_stats.steps
+        assert streamer.ended
+
+
+class Streamer:
+    """What is put to it."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.steps, self.ended = -1, False
+
+    def put(self, tokens: Tensor) -> None:
+        if self.steps >= 0:  # behind the prompt
+            self.tokens += tokens.tolist()
+        self.steps = max(self.steps, 0)
+
+    def end_step(self) -> None:
+        self.steps += 1
+
+    def end(self) -> None:
+        self.ended = True
 
 
 def test_a_recording_serves_all_texts_of_its_shapes(model: Any, count: list[object]) -> None:
