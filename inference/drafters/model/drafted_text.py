@@ -89,7 +89,7 @@ class DraftedText(Memory):
 
     def _prefill(self, ids_BT: Tensor) -> None:
         """One ordinary forward over the text, without logits."""
-        ids_BT = self._known(ids_BT)
+        ids_BT = self._known(ids_BT.to(self._draft.device))
         padding_B1 = torch.tensor(self._padding, device=ids_BT.device)[:, None]
         positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device) - padding_B1
         mask_BT = (positions_BT >= 0).long() if any(self._padding) else None

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, StoppingCriteriaList
 
 from medusa_heads import TargetModel
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.model.draft_model import DraftModelDrafter
+from medusa_heads.inference.drafters.model.drafted_text import DraftedText
 from medusa_heads.inference.drafters.model.translated_row import TranslatedRow
 from medusa_heads.inference.drafters.model.vocabulary import ForeignDraft, fitted
 from medusa_heads.inference.engine.decoding import decode
+from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.trees.tree import TokenTree
 from tests.conftest import DEVICE, TinyLlama
@@ -106,6 +109,19 @@ def test_drafts_follow_a_text_that_is_encoded_anew(
     monkeypatch.setattr(TranslatedRow, "read_on", watched)
     assert reread(spellers, shape, batch) < 1e-3
     assert sum(changed) > 1
+
+
+def test_a_translation_is_read_where_the_draft_model_lies(
+    spellers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made on the host."""
+    _, draft = spellers
+    model, read = copy.deepcopy(draft.model).to("meta"), []
+    elsewhere = ForeignDraft(TargetModel(model), draft.vocabulary)
+    monkeypatch.setattr(elsewhere, "hidden", lambda ids_BT, *_, **__: read.append(ids_BT.device))
+    row = Row(0, 1, torch.arange(5), StopCheck(StoppingCriteriaList()))
+    DraftedText(elsewhere, [row], [0])
+    assert read == [torch.device("meta")]
 
 
 def test_a_text_that_is_not_rolled_back_is_caught(
