@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, N tree nodes, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -95,7 +96,11 @@ class Beginning:
             rows, cache, padding, config.max_length, keeps_fresh=drafter.reads_prompt
         )
         self._target, self._drafter, self._rng = target, drafter, rng
-        self._input_ids_BT, self._config, self._model_kwargs = input_ids_BT, config, model_kwargs
+        self._input_ids_BT, self._model_kwargs = input_ids_BT, model_kwargs
+        # On a GPU transformers would compile the forward that reads a prompt in parts, as the cache
+        # has a fixed capacity: it can be a part of a graph only where a tree is verified.
+        self._config = copy.copy(config)
+        self._config.disable_compile = True
         self._processors = logits_processor
 
     def read_prompts(self, last_hidden: Callable[[], Tensor], stats: GenerationStats) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import CompileConfig
 
 from medusa_heads import MedusaModel
 from medusa_heads.inference.engine.rows import Row
@@ -28,6 +29,25 @@ def test_return_dict_and_continuing_from_its_cache(medusa: MedusaModel) -> None:
         do_sample=False,
     )
     assert torch.equal(second, whole)  # type: ignore[arg-type]
+
+
+def test_a_prompt_that_is_read_in_parts_is_not_compiled(medusa: MedusaModel) -> None:
+    """As transformers would do on a GPU, and with this setting does anywhere."""
+    graphs: list[Any] = []
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    config: Any = CompileConfig(backend=count)
+    config._compile_all_devices = True
+    options: Any = {"compile": "steps", "compile_backend": "eager"}
+    compiled = MedusaModel(medusa.target.model, medusa.heads, tree=4, **options)
+    options = {"max_new_tokens": 9, "do_sample": False}
+    expected = plain(medusa, **options)
+    got = compiled.generate(**INPUTS, prefill_chunk_size=4, compile_config=config, **options)
+    assert torch.equal(torch.as_tensor(got), expected)
+    assert not graphs
 
 
 def test_a_cache_is_as_long_as_its_text_may_become(medusa: MedusaModel) -> None:
