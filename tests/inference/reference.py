@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-_made: WeakKeyDictionary[Any, dict[Any, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
+_made: WeakKeyDictionary[Any, dict[Any, tuple[Tensor, list[Tensor]]]] = WeakKeyDictionary()
 
 
 def reference(model: Any, **settings: Any) -> Any:
@@ -21,16 +21,24 @@ def reference(model: Any, **settings: Any) -> Any:
     given = {name: _plain(value) for name, value in settings.items()}
     if any(value is _NOT_PLAIN for value in given.values()) or "return_dict_in_generate" in given:
         return model.generate(**settings)
-    dice = torch.get_rng_state().numpy().tobytes() if settings.get("do_sample") else None
+    dice = None
+    if settings.get("do_sample"):
+        dice = tuple(state.numpy().tobytes() for state in _dice())
     weights = tuple(parameter._version for parameter in model.parameters())
     key = weights, repr(model.generation_config), dice, repr(sorted(given.items()))
     made = _made.setdefault(model, {})
     if key not in made:
-        made[key] = model.generate(**settings), torch.get_rng_state()
+        made[key] = model.generate(**settings), _dice()
     text_BT, dice_after = made[key]
     if dice is not None:
-        torch.set_rng_state(dice_after)
+        torch.set_rng_state(dice_after[0])
+        torch.cuda.set_rng_state_all(dice_after[1:])
     return text_BT.clone()
+
+
+def _dice() -> list[Tensor]:
+    """Those of the host, and of every GPU."""
+    return [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
 
 
 _NOT_PLAIN = object()
