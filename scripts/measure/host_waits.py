@@ -119,7 +119,11 @@ def prompts(model: AssistedModel, batch: int) -> dict[str, Any]:
         5, model.target.vocab_size, (batch, 24), generator=torch.Generator().manual_seed(0)
     )
     mask_BT = torch.arange(24) >= torch.arange(batch)[:, None] % 7
-    given = {"inputs": ids_BT, "attention_mask": mask_BT.long()}
+    device = model.target.device
+    given: dict[str, Any] = {
+        "inputs": ids_BT.to(device),
+        "attention_mask": mask_BT.long().to(device),
+    }
     return given | {"pad_token_id": 0, "eos_token_id": None}
 
 
