@@ -26,6 +26,7 @@ from medusa_heads.target.attention import TreeMask
 from medusa_heads.trees.tree import TokenTree
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.on_device import (
+    LATE,
     NEW,
     SAMPLING,
     PlantedOnDevice,
@@ -106,7 +107,7 @@ def test_negative_controls(
         assert not torch.equal(text(medusa, inputs), expected)
 
     def without_ancestors(tree: TokenTree, drawn_BN: Tensor, levels: int) -> DeepestPath:
-        own_NN = torch.eye(tree.num_nodes, dtype=torch.bool)
+        own_NN = torch.eye(tree.num_nodes, dtype=torch.bool, device=DEVICE)
         lonely = replace(tree, ancestors_BNN=own_NN.expand_as(tree.ancestors_BNN))
         return deepest_path(lonely, drawn_BN, levels)
 
@@ -219,7 +220,8 @@ def test_drafts_are_those_of_the_other_road(model: Any, kind: str) -> None:
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in heads.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise.to(DEVICE), alpha=0.05)
     medusa = MedusaModel(model, heads, tree="7", compile="steps", compile_backend="eager")
     drafted: list[list[Tensor]] = []
     propose = medusa.drafter.propose
@@ -240,7 +242,8 @@ def test_drafts_are_those_of_the_other_road(model: Any, kind: str) -> None:
     for on_device, asked in zip(drafted[:2], drafted[2:], strict=True):
         first, *steps = on_device  # once to make what is kept
         assert torch.equal(first, steps[0])
-        assert torch.equal(torch.cat(steps), torch.cat(asked))
+        assert len(steps) == len(asked) + LATE
+        assert torch.equal(torch.cat(steps[: len(asked)]), torch.cat(asked))
 
 
 def test_trained_heads_are_as_often_right() -> None:

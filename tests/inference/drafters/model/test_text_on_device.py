@@ -20,7 +20,7 @@ from medusa_heads.target.static_cache import StaticRowCache
 from medusa_heads.trees.tree import TokenTree
 from scripts.measure.host_waits import counted, graphs_of
 from tests.conftest import DEVICE, TinyLlama
-from tests.inference.on_device import NEW, SAMPLING, text
+from tests.inference.on_device import HERE, LATE, NEW, SAMPLING, text
 from tests.inference.padded import padded
 from tests.inference.reference import reference
 
@@ -78,7 +78,8 @@ def test_text_and_drafts_are_those_of_the_other_road(
     assert len(accepted[0][0]) > 1 and max(accepted[0][0]) == drafted.drafter.levels
     if len(padding) == 1:
         for on_device, asked in zip(drafts[:3], drafts[3:], strict=True):
-            assert torch.equal(torch.cat(on_device), torch.cat(asked))
+            assert len(on_device) == len(asked) + LATE
+            assert torch.equal(torch.cat(on_device[: len(asked)]), torch.cat(asked))
 
 
 def test_a_draft_model_with_a_window(model: Any) -> None:
@@ -138,11 +139,12 @@ def test_the_host_waits_for_nothing(model: Any, monkeypatch: pytest.MonkeyPatch)
             text(drafted, inputs, max_new_tokens=new, **SAMPLING)
         counts.append(asked)
         forwards.append(drafted.last_stats.forwards)
-    assert counts[1] - counts[0] == {"read": forwards[1] - forwards[0]}
+    kinds = ["read"] if HERE == "cpu" else ["read", "copied"]  # the figures, while steps go on
+    assert counts[1] - counts[0] == dict.fromkeys(kinds, forwards[1] - forwards[0])
 
 
 def test_it_is_a_part_of_the_graph(tiny_llama: TinyLlama) -> None:
-    model = tiny_llama(num_layers=1)
+    model = tiny_llama(num_layers=1).to(DEVICE)
     assert graphs_of(drafted_by(model, nearly(model), "chain:2"), 2, 20, **SAMPLING) == (True, 1, 0)
 
 
