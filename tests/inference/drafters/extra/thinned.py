@@ -38,7 +38,8 @@ def read_state(target: TargetModel, ids_BT: Tensor, mask_BT: Tensor) -> Decoding
     prompts = [Row(i, batch, ids_T[:-1], stop) for i, ids_T in enumerate(ids_BT)]
     padding = (1 - mask_BT).sum(1)
     cache = target.new_cache(batch)
-    positions_BT = (torch.arange(ids_BT.shape[1] - 1) - padding[:, None]).clamp_min(0)
+    slots_T = torch.arange(ids_BT.shape[1] - 1, device=ids_BT.device)
+    positions_BT = (slots_T - padding[:, None]).clamp_min(0)
     target.hidden(ids_BT[:, :-1], mask_BT[:, :-1], positions_BT, cache=cache)
     state = DecodingState(prompts, cache, padding.tolist())
     state.roots_B = ids_BT[:, -1]
