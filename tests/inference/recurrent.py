@@ -20,6 +20,7 @@ from medusa_heads.inference.engine.decoding import decode
 from medusa_heads.inference.engine.stats import GenerationStats
 from scripts.prove.tiny_configs import tiny_config
 from scripts.prove.tiny_models import builder, random_weights
+from tests.conftest import DEVICE
 from tests.inference.planted import PlantedDrafter
 from tests.inference.reference import reference
 
@@ -43,7 +44,7 @@ CHAIN = [(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)]
 
 @cache
 def tiny_target(kind: str) -> TargetModel:
-    view = TargetModel(builder(kind)((0.15, 0.15)))
+    view = TargetModel(builder(kind)((0.15, 0.15)).to(DEVICE))
     view.freeze()
     view.model.generation_config.eos_token_id = None
     view.model.generation_config.pad_token_id = 0
@@ -61,7 +62,7 @@ def short_target(kind: str) -> TargetModel:
     with torch.random.fork_rng():  # vectors are as the model makes them
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config)
-    view = TargetModel(random_weights(model, (0.15, 0.15)))
+    view = TargetModel(random_weights(model, (0.15, 0.15)).to(DEVICE))
     view.freeze()
     view.model.generation_config.eos_token_id = None
     view.model.generation_config.pad_token_id = 0
@@ -71,13 +72,13 @@ def short_target(kind: str) -> TargetModel:
 def prompt(length: int = 21, seed: int = 1) -> dict[str, Any]:
     """A random text, as generate() takes it."""
     random = torch.Generator().manual_seed(seed)
-    ids_1T = torch.randint(1, 190, (1, length), generator=random)
+    ids_1T = torch.randint(1, 190, (1, length), generator=random).to(DEVICE)
     return {"input_ids": ids_1T, "attention_mask": torch.ones_like(ids_1T)}
 
 
 def repeating() -> dict[str, Any]:
     """A text that is easily continued from itself."""
-    ids_1T = torch.tensor([[5, 9, 33, 71, 18, 2] * 6])
+    ids_1T = torch.tensor([[5, 9, 33, 71, 18, 2] * 6], device=DEVICE)
     return {"input_ids": ids_1T, "attention_mask": torch.ones_like(ids_1T)}
 
 

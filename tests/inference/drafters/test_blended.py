@@ -85,7 +85,7 @@ def test_one_row_equals_generate(
 def test_rows_of_a_batch_equal_generate(tiny_llama: TinyLlama, asked: list[int]) -> None:
     model: Any = tiny_llama(vocab_size=24).to(DEVICE)
     ids_BT = torch.randint(3, 24, (4, 10), generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    mask_BT = (torch.arange(10, device=DEVICE) >= torch.tensor([[0], [3], [7], [1]])).long()
+    mask_BT = (torch.arange(10) >= torch.tensor([[0], [3], [7], [1]])).long().to(DEVICE)
     inputs = {"input_ids": ids_BT, "attention_mask": mask_BT, "do_sample": False}
     inputs |= {"max_new_tokens": 50, "eos_token_id": 2, "pad_token_id": 0}
     expected_BT = model.generate(**inputs)

@@ -85,7 +85,8 @@ def state_at(hidden_BD: Tensor, roots_B: Tensor) -> Any:
 
 def log_probs_after(heads: DraftHeads, hidden_D: Tensor, path: Sequence[int]) -> Tensor:
     """What the head behind a path says, by what all heads say of a text that begins so [V]."""
-    tokens_K = torch.tensor([*path, *[0] * (heads.config.num_heads - len(path))])
+    tokens = [*path, *[0] * (heads.config.num_heads - len(path))]
+    tokens_K = torch.tensor(tokens, device=hidden_D.device)
     return heads(hidden_D[None], tokens_K[None])[0, len(path) - 1].log_softmax(-1)
 
 
@@ -95,8 +96,8 @@ def test_a_static_tree_of_sequential_heads_follows_each_path(target: Any, kind: 
     heads = random_heads(target, **SEQUENTIAL[kind])
     assert heads.sequential
     shape = TreeShape.from_choices([*cartesian_choices([3, 2, 2]), (3,), (4,), (4, 5)])
-    hidden_BD = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
-    roots_B = torch.tensor([17, 99])
+    hidden_BD = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    roots_B = torch.tensor([17, 99], device=DEVICE)
     tree = SequentialDrafter(heads, shape, with_log_probs=True).propose(
         state_at(hidden_BD, roots_B)
     )
@@ -120,8 +121,9 @@ def test_a_dynamic_tree_of_sequential_heads_holds_the_likeliest_paths(
     target: Any, kind: str
 ) -> None:
     heads = random_heads(target, **SEQUENTIAL[kind], draft_vocab_size=9)
-    hidden_1D = torch.randn(1, 64, generator=torch.Generator().manual_seed(1))
-    tree = DynamicDrafter(heads, 8).propose(state_at(hidden_1D, torch.tensor([17])))
+    hidden_1D = torch.randn(1, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    roots_1 = torch.tensor([17], device=DEVICE)
+    tree = DynamicDrafter(heads, 8).propose(state_at(hidden_1D, roots_1))
     assert heads.draft_tokens is not None
     vocabulary = heads.draft_tokens.tolist()
     scores = {}

@@ -56,7 +56,7 @@ class ComparingDrafter(PlantedDrafter):
             encoded = self.heads.encode(F.pad(hidden_1TD, (0, 0, 0, len(path))), whole_1T)
             features_KD = self.heads.features(encoded[0, ids_1T.shape[1] - 2])
             log_probs_V = self.heads.project(0, features_KD)[len(path) - 1].log_softmax(-1)
-            place = int(self.heads.draft_ids(torch.tensor(tokens[node])))
+            place = int(self.heads.draft_ids(tree.tokens_BN[b, node]))
             got = float(tree.log_probs_BN[b, node])
             worst = max(worst, abs(got - float(log_probs_V[place])))
         return worst

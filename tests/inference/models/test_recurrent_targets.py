@@ -84,7 +84,7 @@ class GoesOn(LogitsProcessor):
     """What stood six tokens before."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores.scatter_add(1, input_ids[:, -6:-5], torch.full((1, 1), 99.0))
+        return scores.scatter_add(1, input_ids[:, -6:-5], scores.new_full((1, 1), 99.0))
 
 
 def test_text_that_repeats_itself_takes_fewer_steps(cache: Any) -> None:

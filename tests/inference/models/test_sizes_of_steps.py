@@ -76,7 +76,7 @@ def test_another_number_of_nodes_at_every_step(
 
 def test_each_number_of_nodes_is_one_graph(tiny_llama: TinyLlama) -> None:
     """Which later texts find."""
-    model = tiny_llama(num_layers=1)
+    model = tiny_llama(num_layers=1).to(DEVICE)
     model.generation_config.pad_token_id = 0
     auto = TrainingFreeModel(model, compile="steps", compile_backend="eager")
     auto.drafter.sizes = auto.drafter.sizes[-2:]  # each is traced anew
@@ -93,7 +93,7 @@ def test_each_number_of_nodes_is_one_graph(tiny_llama: TinyLlama) -> None:
 def test_each_number_of_nodes_is_one_graph_for_two_thousand_tokens(
     tiny_llama: TinyLlama, options: dict[str, Any]
 ) -> None:
-    model = tiny_llama(num_layers=1, max_position_embeddings=4096)
+    model = tiny_llama(num_layers=1, max_position_embeddings=4096).to(DEVICE)
     model.generation_config.pad_token_id = 0
     auto = TrainingFreeModel(model, compile="steps")
     graphs = graphs_of(auto, 3, 2000, **options)
