@@ -12,7 +12,7 @@ from torch import Tensor
 from medusa_heads import HeadsConfig, MedusaModel, new_heads
 from medusa_heads.config import RankPath
 from medusa_heads.inference.drafters.base import Drafter
-from medusa_heads.inference.engine import device_loop
+from medusa_heads.inference.engine import reading
 from medusa_heads.inference.engine.device_state import DeviceState
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.models.assisted import AssistedModel
@@ -25,7 +25,7 @@ NEW = 24
 HERE = torch.device(DEVICE).type
 # Whether the figures of steps are read a step late; another step has then begun before it is known
 # that all rows have ended.
-LATE = HERE in device_loop._READ_LATE
+LATE = HERE in reading._READ_LATE
 SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 30, "top_p": 0.95}
 
 

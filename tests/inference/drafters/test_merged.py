@@ -15,7 +15,7 @@ from torch import Tensor
 from medusa_heads import MedusaModel
 from medusa_heads.inference.adapt.measure import room
 from medusa_heads.inference.drafters.merged import MergedTrees, continuation, merged
-from medusa_heads.inference.engine import device_loop
+from medusa_heads.inference.engine import reading
 from medusa_heads.inference.lookup.suffix_automaton import SuffixAutomaton
 from medusa_heads.inference.models.training_free import TrainingFreeModel
 from medusa_heads.trees.dynamic_tree import NEVER, Tail, best_first_tree
@@ -155,7 +155,7 @@ def test_both_roads_accept_as_much(
 ) -> None:
     """Of a text that repeats itself, and of one that is drawn: what is learnt is learnt on both."""
     # A step begun before it is known that a text is over learns from the text's last step too.
-    monkeypatch.setattr(device_loop, "_READ_LATE", set())
+    monkeypatch.setattr(reading, "_READ_LATE", set())
     asking = TrainingFreeModel(model, "suffix")
     for padding in ([0], [0, 4, 0]):
         inputs: Any = padded(padding, 12)

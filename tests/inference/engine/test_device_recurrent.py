@@ -13,7 +13,7 @@ from medusa_heads import HeadsConfig, MedusaModel, TrainingFreeModel, new_heads
 from medusa_heads.errors import MedusaWarning, UnsupportedArchitecture
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.merged import MergedTrees
-from medusa_heads.inference.engine import device_loop
+from medusa_heads.inference.engine import reading
 from medusa_heads.inference.engine.device_recurrent import RecurrentDeviceState
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.recurrent import RecurrentCache
@@ -235,7 +235,7 @@ def test_states_that_a_graph_does_not_settle_are_noticed(
                 of_cache.copy_(each)
 
     monkeypatch.setattr(StaticRecurrentCache, "settle", in_part)
-    monkeypatch.setattr(device_loop, "_READ_LATE", late)
+    monkeypatch.setattr(reading, "_READ_LATE", late)
     medusa, inputs = medusa_of("lfm2", whole=True), prompt(12)
     planted(medusa, inputs, BOTH)
     with pytest.raises(UnsupportedArchitecture, match="the states of lfm2 differ by"):
@@ -268,7 +268,7 @@ def widths_of(monkeypatch: pytest.MonkeyPatch, late: set[str]) -> list[int]:
         return widths[-1]
 
     monkeypatch.setattr(RecurrentDeviceState, "width", noted)
-    monkeypatch.setattr(device_loop, "_READ_LATE", late)
+    monkeypatch.setattr(reading, "_READ_LATE", late)
     return widths
 
 

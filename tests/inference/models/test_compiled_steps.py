@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from medusa_heads import MedusaModel
 from medusa_heads.errors import MedusaWarning
-from medusa_heads.inference.engine import device_loop
+from medusa_heads.inference.engine import device_loop, reading
 from medusa_heads.inference.engine.device_state import DeviceState
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.models.training_free import TrainingFreeModel
@@ -57,7 +57,7 @@ def test_the_host_waits_for_nothing(
     model: Any, monkeypatch: pytest.MonkeyPatch, tree: str, options: dict[str, Any]
 ) -> None:
     """But for the one flag, a step late; and it builds no tensor."""
-    monkeypatch.setattr(device_loop, "_READ_LATE", {"cpu", "cuda"})
+    monkeypatch.setattr(reading, "_READ_LATE", {"cpu", "cuda"})
     medusa, inputs = with_heads(model), padded([0, 3, 7], 12)
     medusa.use_tree(tree)
     counts: list[Counter[Any]] = []

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from medusa_heads.inference.engine import device_loop
+from medusa_heads.inference.engine import device_loop, reading
 from medusa_heads.inference.models.training_free import TrainingFreeModel
 from medusa_heads.trees.dynamic_tree import likeliest
 from medusa_heads.trees.tree import TokenTree
@@ -45,7 +45,7 @@ def test_another_number_of_nodes_at_every_step(
 ) -> None:
     """The text is the same, whatever each step verifies of a tree; not so of a tree that is cut
     without its ancestors."""
-    monkeypatch.setattr(device_loop, "_READ_LATE", {"cpu", "cuda"} if late else {"cuda"})
+    monkeypatch.setattr(reading, "_READ_LATE", {"cpu", "cuda"} if late else {"cuda"})
     monkeypatch.setattr(device_loop, "Buckets", InTurns)
     model: Any = tiny_llama(num_layers=1).to(DEVICE)
     model.generation_config.pad_token_id = 0

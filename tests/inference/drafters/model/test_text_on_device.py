@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from medusa_heads.inference.drafters.model.text_on_device import DraftedTextOnDevice
-from medusa_heads.inference.engine import device_loop
+from medusa_heads.inference.engine import reading
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.models.drafted import DraftedModel
 from medusa_heads.target.cache import RowCache
@@ -129,7 +129,7 @@ def test_where_the_drafts_lie_counts(model: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_host_waits_for_nothing(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_loop, "_READ_LATE", {"cpu", "cuda"})
+    monkeypatch.setattr(reading, "_READ_LATE", {"cpu", "cuda"})
     drafted, inputs = drafted_by(model, nearly(model), "chain:3"), padded([0, 3, 7], 12)
     counts: list[Counter[Any]] = []
     forwards = []
