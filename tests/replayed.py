@@ -3,7 +3,8 @@ they were given, and a replay does them again and writes where their first resul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,30 +12,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-_aten = torch.ops.aten
-_ASK = {
-    _aten._local_scalar_dense,
-    _aten.item,
-    _aten.nonzero,
-    _aten.equal,
-}  # the host: no GPU records them
+from medusa_heads.machine.recording import Recording
 
 
-class Replayed:
-    """Takes a Recording's place.
+class Replayed(Recording):
+    """Takes a Recording's place."""
 
-    Attributes:
-        made: how many there have been.
-    """
-
-    made = 0
-
-    def __init__(self, function: Callable[[], Any], device: torch.device, pool: object) -> None:
-        Replayed.made += 1
+    @contextmanager
+    def _recorded(self, device: torch.device, pool: object) -> Iterator[None]:
         noted = _Noted()
         try:
             with noted:
-                self.result = function()
+                yield
         finally:
             for tensor, content in reversed(noted.written):  # a recording has no effect
                 tensor.copy_(content)
@@ -57,8 +46,6 @@ class _Noted(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func.overloadpacket in _ASK:
-            raise RuntimeError(f"{func} is not permitted when a stream is capturing")
         for place, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = args[place] if place < len(args) else kwargs.get(argument.name)

@@ -57,7 +57,12 @@ def kinds(processors: LogitsProcessorList) -> tuple[Any, ...]:
 
 
 def _numbers(processor: Any) -> dict[str, float | Tensor]:
-    return {name: of for name, of in vars(processor).items() if isinstance(of, float | Tensor)}
+    # What takes the place of a score is no tensor: a GPU's host would have to read it first.
+    return {
+        name: number
+        for name, number in vars(processor).items()
+        if isinstance(number, float | Tensor) and name != "filter_value"
+    }
 
 
 def draw_all(

@@ -8,16 +8,19 @@ in the time that the function takes, and leaves as little to the host.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from medusa_heads.agreement import TOLERANCE, is_half
 from medusa_heads.machine.graphs import nothing_collected
+from medusa_heads.machine.host import UNSEEN, asks
 
 _PACKAGES = ("medusa_heads", "transformers.generation")  # whose objects' attributes are looked at
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
@@ -47,31 +50,70 @@ class Recording:
     """
 
     def __init__(self, function: Callable[[], Any], device: torch.device, pool: Any) -> None:
+        watched = _Watched()
+        with self._recorded(device, pool), watched, _NothingRead():
+            self.result = function()
+        self._held = watched.held
+        self._written = {
+            address: torch.empty(0, dtype=dtype, device=device).set_(watched.held[address])
+            for address, dtype in watched.written.items()
+        }
+
+    @contextmanager
+    def _recorded(self, device: torch.device, pool: Any) -> Iterator[None]:
         self._graph = torch.cuda.CUDAGraph()
-        read = _Read()
         with torch.cuda.device(device), nothing_collected():
             here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
             aside.wait_stream(here)
-            with torch.cuda.stream(aside), self._captured(pool), read:
-                self.result = function()
-            here.wait_stream(aside)
-        self._held = read.held
-
-    @contextmanager
-    def _captured(self, pool: Any) -> Iterator[None]:
-        # Of this GPU's own stream; other threads may do as they like meanwhile.
-        self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            yield
-        except BaseException:
-            with suppress(RuntimeError):  # which says that it is no graph
+            with torch.cuda.stream(aside):
+                # Of this GPU's own stream; other threads may do as they like meanwhile.
+                self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    yield
+                except BaseException:
+                    try:
+                        self._graph.capture_end()
+                    except RuntimeError:  # what was refused has broken the recording
+                        _repair(device, pool)
+                    raise
                 self._graph.capture_end()
-            raise
-        self._graph.capture_end()
+            here.wait_stream(aside)
 
     def replay(self) -> None:
         """Do it again."""
         self._graph.replay()
+
+    def agrees(self, function: Callable[[], Any], but: Sequence[Tensor] = ()) -> bool:
+        """Do it again, and call the function from where that began; which is what counts then.
+        Returns whether both have written the same, but for what lies in the memory of `but`."""
+        left_out = {tensor.untyped_storage().data_ptr() for tensor in but}
+        written = [each for place, each in self._written.items() if place not in left_out]
+        before = [tensor.clone() for tensor in written]
+        self.replay()
+        replayed = [tensor.clone() for tensor in written]
+        for tensor, content in zip(written, before, strict=True):
+            tensor.copy_(content)
+        function()
+        return all(map(_same, replayed, written))
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    differs = (one - other).where(one != other, 0.0).float().nan_to_num().norm()
+    return bool(differs <= TOLERANCE[is_half(one.dtype)] * other.float().nan_to_num().norm())
+
+
+def _repair(device: torch.device, pool: Any) -> None:
+    """After a recording that broke in the middle, on its stream: memory is given out as before, and
+    random numbers are drawn. Both wait for an end that never came."""
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+    torch.cuda.synchronize(device)
+    whole = torch.cuda.CUDAGraph()
+    whole.capture_begin(capture_error_mode="thread_local")
+    torch.zeros(1, device=device)
+    whole.capture_end()
 
 
 def memory_pool() -> Any:
@@ -79,35 +121,56 @@ def memory_pool() -> Any:
     return torch.cuda.graph_pool_handle()
 
 
-class _Read(TorchDispatchMode):
-    """Memory that was there before what happens within.
+class _Watched(TorchDispatchMode):
+    """What happens within, to memory that was there before. Raises RuntimeError before something is
+    done that no GPU records, so that nothing is broken by it.
 
     Attributes:
-        held: by its address: as long as this is kept, nobody else gets it.
+        held: that memory, by its address: as long as this is kept, nobody else gets it.
+        written: by the addresses of what is written to of it, the kind of its numbers.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.held: dict[int, Any] = {}
+        self.written: dict[int, torch.dtype] = {}
         self._made: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for given in _storages((args, kwargs)):
-            if given.data_ptr() not in self._made:
-                self.held[given.data_ptr()] = given
+        if asks(func, args, kwargs) is not None:
+            raise RuntimeError(f"{func} asks the host")
+        for leaf in _tensors((args, kwargs)):
+            storage = leaf.untyped_storage()
+            if storage.data_ptr() not in self._made:
+                self.held[storage.data_ptr()] = storage
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[place] if place < len(args) else kwargs.get(argument.name)
+                for leaf in _tensors(given):
+                    if (address := leaf.untyped_storage().data_ptr()) in self.held:
+                        self.written.setdefault(address, leaf.dtype)
         result = func(*args, **kwargs)
-        made = {storage.data_ptr() for storage in _storages(result)}
+        made = {leaf.untyped_storage().data_ptr() for leaf in _tensors(result)}
         self._made |= made - self.held.keys()
         return result
 
 
-def _storages(tree: Any) -> Iterator[Any]:
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor):
-            yield leaf.untyped_storage()
+class _NothingRead(TorchFunctionMode):
+    """Refuses what no dispatcher sees before it is done."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in UNSEEN or func in (torch.tensor, torch.as_tensor, torch.from_numpy):
+            raise RuntimeError(f"{func.__name__} asks the host")
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
 def standing(*roots: object) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from medusa_heads.agreement import TOLERANCE, is_half, relative_error
 from medusa_heads.errors import MedusaWarning, first_line
 from medusa_heads.machine.graphs import look
 from medusa_heads.machine.recording import Recording, memory_pool, records, standing
@@ -74,10 +75,14 @@ class CapturedTarget(CompiledTarget):
         try:
             return Recording(function, self.device, self._pool)
         except RuntimeError as error:
-            self._forward = self.model.forward
-            reason = f"decoding goes on without CUDA graphs: {first_line(error)}"
-            warnings.warn(reason, MedusaWarning, stacklevel=2)
+            self.record_no_more(first_line(error))
             return None
+
+    def record_no_more(self, reason: str) -> None:
+        """Say so; from now on steps are taken as they are."""
+        self._forward = self.model.forward
+        reason = f"decoding goes on without CUDA graphs: {reason}"
+        warnings.warn(reason, MedusaWarning, stacklevel=3)
 
     def _first(
         self, inputs: dict[str, Any], given: list[Tensor]
@@ -86,8 +91,7 @@ class CapturedTarget(CompiledTarget):
         cache: StaticRowCache = inputs["past_key_values"]
         known, shapes = self._recorded.setdefault(cache, {}), tuple(map(look, given))
         states = cache.states() if isinstance(cache, StaticRecurrentCache) else []
-        rows = [layer.buffers() for layer in cache.row_layers if layer.is_initialized]
-        stands = standing(self.model, *states, *rows)
+        stands = standing(self.model, *states, *cache.row_buffers)
         if shapes in known and known[shapes][0] == stands:
             return logits_BNV, known[shapes][1]
         places = [tensor.clone() for tensor in given]
@@ -103,6 +107,13 @@ class CapturedTarget(CompiledTarget):
         self._captured.put(self.features, captured)
         if recording is None:
             return logits_BNV, None
+        if not states:  # which would read these tokens twice
+            recording.replay()
+            for got, expected in zip(recording.result, [logits_BNV, *captured], strict=True):
+                got_TV, expected_TV = (each.flatten(0, -2).float() for each in (got, expected))
+                if relative_error(got_TV, expected_TV) > TOLERANCE[is_half(self.dtype)]:
+                    self.record_no_more("a recorded forward says something else than the model")
+                    return logits_BNV, None
         made = _Forward(recording, places)
         known[shapes] = stands, made
         return logits_BNV, made

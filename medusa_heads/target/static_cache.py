@@ -121,6 +121,12 @@ class StaticRowCache(RowCache):
         self._nodes: dict[int, Tensor] = {}
 
     @property
+    def row_buffers(self) -> list[Tensor]:
+        """Keys and values of all layers, as long as there is room for."""
+        ready = [layer for layer in self.row_layers if layer.is_initialized]
+        return [buffer for layer in ready for buffer in layer.buffers()]
+
+    @property
     def slots_N(self) -> Tensor:
         """Within `tree_slots`, where the nodes are written."""
         assert self._stacks.nodes_N is not None

@@ -32,26 +32,13 @@ from medusa_heads.cli.decoding import load_model
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
 from medusa_heads.cli.flags.decoding import ModelArguments
 from medusa_heads.inference.models.assisted import AssistedModel
+from medusa_heads.machine.host import UNSEEN, asks
 from scripts.measure.host_time import Timed, seconds_of_step
 
-# A number is read, a shape depends on numbers, a tensor is made of the host's, or moves.
+# A tensor is made of the host's numbers, or see Asks.
 Kind = Literal["read", "shape", "built", "copied"]
 
-_aten = torch.ops.aten
-_READ = {_aten._local_scalar_dense, _aten.equal, _aten.is_nonzero}
-_SHAPE = {
-    *(
-        _aten.nonzero,
-        _aten.masked_select,
-        _aten._unique2,
-        _aten.unique_dim,
-        _aten.unique_consecutive,
-    ),
-    *(_aten.bincount, _aten.repeat_interleave),
-}
-_BY_MASK = {_aten.index, _aten.index_put, _aten.index_put_, _aten._unsafe_index}
-# What reads a tensor's memory directly, which no dispatcher sees.
-_UNSEEN = {Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.__array__}
+_LIFT = torch.ops.aten.lift_fresh
 
 
 class _Dispatched(TorchDispatchMode):
@@ -63,15 +50,11 @@ class _Dispatched(TorchDispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kind, kwargs = operator.overloadpacket, kwargs or {}
-        if kind in _READ:
-            self._counts["read"] += 1
-        elif kind in _SHAPE or (kind in _BY_MASK and any(map(_is_mask, args[1]))):
-            self._counts["shape"] += 1
-        elif kind is _aten.lift_fresh and not (self.written and args[0].ndim == 0):
+        kwargs = kwargs or {}
+        if (kind := asks(operator, args, kwargs)) is not None:
+            self._counts[kind] += 1
+        elif operator.overloadpacket is _LIFT and not (self.written and args[0].ndim == 0):
             self._counts["built"] += 1
-        elif _is_move(kind, args, kwargs):
-            self._counts["copied"] += 1
         return operator(*args, **kwargs)
 
 
@@ -83,7 +66,7 @@ class _Called(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if function in _UNSEEN:
+        if function in UNSEEN:
             self._counts["read"] += 1
         writes = function is Tensor.__setitem__ and isinstance(args[2], int | float)
         before, self._dispatched.written = self._dispatched.written, writes
@@ -91,17 +74,6 @@ class _Called(TorchFunctionMode):
             return function(*args, **(kwargs or {}))
         finally:
             self._dispatched.written = before
-
-
-def _is_mask(index: Any) -> bool:
-    return index is not None and index.dtype in (torch.bool, torch.uint8)
-
-
-def _is_move(kind: Any, args: Any, kwargs: Any) -> bool:
-    if kind is _aten._to_copy:
-        return kwargs.get("device") not in (None, args[0].device)
-    # A tensor of no dimensions is handed to a kernel as a number, wherever it lies.
-    return kind is _aten.copy_ and args[1].ndim > 0 and args[0].device != args[1].device
 
 
 @contextmanager

@@ -109,11 +109,47 @@ def test_its_memory_stays() -> None:
 
 
 @on_a_gpu
-def test_what_asks_the_host_is_refused() -> None:
+@pytest.mark.parametrize("seen", [True, False], ids=["before it is done", "too late"])
+def test_what_asks_the_host_is_refused(seen: bool) -> None:
+    """And the GPU goes on, with random numbers and memory."""
     number = torch.ones(3, device=DEVICE)
+
+    def asks() -> None:
+        number.mul_(2)
+        if seen:
+            float(number.sum())
+        else:
+            torch.cuda.synchronize()  # which no dispatcher sees
+
     with pytest.raises(RuntimeError):
-        Recording(lambda: number * float(number.sum()), number.device, memory_pool())
-    assert float((number * 2).sum()) == 6.0  # the GPU goes on
+        Recording(asks, number.device, memory_pool())
+    assert float((number * 2).sum()) == 6.0
+    torch.manual_seed(3)
+    first = torch.rand(8, device=DEVICE)
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(8, device=DEVICE), first)
+    del first
+    held = torch.cuda.memory_allocated()
+    for _ in range(3):
+        torch.zeros(1 << 20, device=DEVICE)
+    assert torch.cuda.memory_allocated() == held
     recording = Recording(lambda: number.mul_(2), number.device, memory_pool())
     recording.replay()
     assert number.tolist() == [2.0, 2.0, 2.0]
+
+
+@on_a_gpu
+def test_it_is_compared_with_the_function() -> None:
+    total, kept = torch.zeros(3, device=DEVICE), torch.zeros(3, device=DEVICE)
+    factor = [1.0]
+
+    def step() -> None:
+        total.add_(1.0)
+        kept.add_(factor[0])
+
+    recording = Recording(step, total.device, memory_pool())
+    assert recording.agrees(step)
+    factor[0] = 2.0
+    assert not recording.agrees(step)
+    assert recording.agrees(step, but=[kept])
+    assert total.tolist() == [3.0] * 3 and kept.tolist() == [6.0] * 3  # the function's, and both

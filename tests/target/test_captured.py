@@ -16,6 +16,7 @@ from medusa_heads.inference.engine import device_loop, reading
 from medusa_heads.inference.models import compiling
 from medusa_heads.inference.models.drafted import DraftedModel
 from medusa_heads.inference.models.training_free import TrainingFreeModel
+from medusa_heads.machine.recording import Recording
 from medusa_heads.target import captured
 from medusa_heads.target.captured import CapturedTarget
 from tests.conftest import DEVICE, TinyLlama
@@ -26,7 +27,7 @@ from tests.inference.recurrent import CHAIN, short_target
 from tests.inference.reference import reference
 from tests.replayed import Replayed
 
-pytestmark = pytest.mark.usefixtures("recorded")
+pytestmark = pytest.mark.filterwarnings("error:.*goes on without CUDA graphs")
 
 
 @pytest.fixture(autouse=True)
@@ -246,6 +247,24 @@ def test_what_cannot_be_recorded(model: Any, options: dict[str, Any]) -> None:
         assert torch.equal(text(medusa, inputs, **options), expected)
     assert torch.equal(text(medusa, inputs, **options), expected)
     hook.remove()
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=["step", "forward"])
+def test_a_recording_that_does_something_else(
+    model: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """It is compared with what it was made of before it is relied upon."""
+
+    def wrong(recording: Recording) -> None:
+        for tensor in recording.result or ():
+            tensor.mul_(1.5)
+
+    for kind in (Recording, Replayed):
+        monkeypatch.setattr(kind, "replay", wrong)
+    medusa, inputs = with_heads(model), padded([0, 3], 12)
+    with pytest.warns(MedusaWarning, match="goes on without CUDA graphs: a recorded"):
+        assert torch.equal(text(medusa, inputs, **options), text(model, inputs, **options))
+    assert torch.equal(text(medusa, inputs, **options), text(model, inputs, **options))
 
 
 def test_who_chooses(model: Any, tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch) -> None:
