@@ -102,7 +102,9 @@ def model(request: pytest.FixtureRequest) -> Any:
     """A tiny random model whose greedy text is varied: matrices of standard deviation 0.15."""
     config = ARCHITECTURES[request.param]()
     made: Any = AutoModelForCausalLM.from_config(config).float().eval()
-    generator = torch.Generator().manual_seed(0)
+    # By the seed 0 one of its routers decides by 5e-7: a GPU's rounding took another expert.
+    seed = 3 if request.param == "deepseek_v3" else 0
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.ndim >= 2:
