@@ -99,7 +99,7 @@ def test_all_parts_in_one_call(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     parts = (tmp_path / "parts.txt").read_text().splitlines()
-    names = ["lossless", "lossless-batch", "eager", "profile", "sampled"]
+    names = ["lossless", "lossless-batch", "usual", "profile", "sampled"]
     assert [line.split(":")[0] for line in parts] == names
     assert all(": done after " in line for line in parts)
     for name in set(names) - {"profile"}:
