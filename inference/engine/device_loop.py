@@ -37,6 +37,8 @@ from medusa_heads.target.static_cache import StaticRecurrentCache, StaticRowCach
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.dynamic_tree import likeliest
 
+_MOST_RECORDED = 32  # steps of one drafter and state: numbers of nodes, kinds of processors
+
 Step = Callable[[CompiledTarget, Drafter, DeviceState, int, int | None], None]
 
 
@@ -62,6 +64,7 @@ class DeviceLoop:
         self._states: WeakKeyDictionary[StaticRowCache, dict[Any, DeviceState]] = (
             WeakKeyDictionary()
         )
+        self._model_stands: tuple[Any, ...] = ()  # of the text, once it is asked for
         # By the state's shapes, with what must stand for it to serve, and whether it does.
         self._recorded: WeakKeyDictionary[
             DeviceState, WeakKeyDictionary[Drafter, dict[Any, tuple[Any, Recording, bool]]]
@@ -88,6 +91,7 @@ class DeviceLoop:
         distribution."""
         cache, levels = state.cache, drafter.levels
         assert isinstance(cache, StaticRowCache) and levels is not None
+        self._model_stands = ()  # nobody changes a model in the middle of a text
         on_device = self._state_of(target, drafter, state, levels)
         with stats.phase("draft"):
             drafter.prepare(state)
@@ -178,10 +182,14 @@ class DeviceLoop:
         key = levels, size, state.cache.slots_N.data_ptr(), kinds(state.processors), state.drawing
         step = partial(target.run, self._compiled, target, drafter, state, levels, size)
         stands, recording, serves = known.get(key, (None, None, False))
-        if recording is None or stands != standing(target.model, drafter, state):
+        self._model_stands = self._model_stands or standing(target.model)
+        if recording is None or stands != (self._model_stands, standing(drafter, state)):
             step()
+            if len(known) == _MOST_RECORDED:
+                del known[next(iter(known))]
             if (recording := target.recording(step)) is not None:
-                known[key] = standing(target.model, drafter, state), recording, False
+                stands = self._model_stands, standing(drafter, state)
+                known[key] = stands, recording, False
             return None
         if serves:
             recording.replay()

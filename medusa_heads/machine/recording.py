@@ -23,6 +23,7 @@ from medusa_heads.machine.graphs import nothing_collected
 from medusa_heads.machine.host import UNSEEN, asks
 
 _PACKAGES = ("medusa_heads", "transformers.generation")  # whose objects' attributes are looked at
+_HOOKS = {"_forward_hooks", "_forward_pre_hooks"}
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -175,8 +176,8 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 def standing(*roots: object) -> tuple[Any, ...]:
     """What a recording depends on of objects that its function uses: where tensors lie and how,
-    and plain values. Where it is the same, the recording serves; of modules their tensors alone."""
-    found: list[Any] = []
+    plain values, hooks, and how torch multiplies. Where it is the same, the recording serves."""
+    found: list[Any] = [_how()]
     seen: dict[int, object] = {}
     left: deque[object] = deque(roots)
     while left:
@@ -189,9 +190,6 @@ def standing(*roots: object) -> tuple[Any, ...]:
         seen[id(each)] = each
         if isinstance(each, Tensor):
             found.append((each.data_ptr(), each.shape, each.stride(), each.dtype))
-        elif isinstance(each, nn.Module):
-            found.extend((p.data_ptr(), p.shape, p.dtype) for p in each.parameters())
-            found.extend((b.data_ptr(), b.shape, b.dtype) for b in each.buffers())
         elif isinstance(each, dict):
             for name, value in each.items():
                 found.append(name if isinstance(name, _PLAIN) else type(name).__name__)
@@ -199,7 +197,27 @@ def standing(*roots: object) -> tuple[Any, ...]:
         elif isinstance(each, list | tuple | deque):
             found.append(len(each))
             left.extend(each)
+        elif isinstance(each, nn.Module):
+            found.append(type(each))
+            attributes = vars(each)
+            found += [id(hook) for name in _HOOKS for hook in attributes[name].values()]
+            found.append(id(attributes.get("forward")))
+            left.extend(attributes[name] for name in sorted(attributes.keys() - _HOOKS))
         elif type(each).__module__.startswith(_PACKAGES):
             attributes = getattr(each, "__dict__", {})
             left.extend(attributes[name] for name in sorted(attributes))
     return tuple(found)
+
+
+def _how() -> tuple[Any, ...]:
+    cuda = torch.backends.cuda
+    return (
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.allow_tf32,
+        cuda.matmul.allow_bf16_reduced_precision_reduction,
+        *(cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()),
+        cuda.cudnn_sdp_enabled(),
+    )

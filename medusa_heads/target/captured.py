@@ -61,6 +61,12 @@ class CapturedTarget(CompiledTarget):
         """The function, to be called by `run`."""
         return partial(function)
 
+    @property
+    def compiles(self) -> bool:
+        """False within `uncompiled`, where something could not be recorded, and where the model has
+        been moved off a GPU."""
+        return super().compiles and records(self.device)
+
     def begin_step(self) -> None:
         """Nothing: what recordings return is used up before the next step."""
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import Tensor
 
 from medusa_heads import HeadsConfig, MedusaModel, TargetModel, new_heads
 from medusa_heads.errors import MedusaWarning
-from medusa_heads.inference.engine import device_loop, reading
+from medusa_heads.inference.engine import device_loop
 from medusa_heads.inference.models import compiling
 from medusa_heads.inference.models.drafted import DraftedModel
 from medusa_heads.inference.models.training_free import TrainingFreeModel
@@ -37,6 +38,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("medusa_heads.target.packed.packed_gain", lambda *_: 0.0)
         monkeypatch.setattr(captured, "Recording", Replayed)
         monkeypatch.setattr(captured, "memory_pool", lambda: None)
+        monkeypatch.setattr(captured, "records", lambda _: True)
         monkeypatch.setattr(compiling, "captures", lambda _: True)
 
 
@@ -150,45 +152,6 @@ def test_steps_that_ask_the_host(model: Any) -> None:
             assert "step" not in medusa.last_stats.seconds
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("options", [{}, SAMPLING], ids=["greedy", "drawn"])
-def test_a_text_is_streamed(
-    model: Any, monkeypatch: pytest.MonkeyPatch, late: bool, options: dict[str, Any]
-) -> None:
-    """Step by step, on a GPU those of the step before; to the token that ends it."""
-    if late:
-        monkeypatch.setattr(reading, "_READ_LATE", {"cpu", "cuda"})
-    medusa, inputs = with_heads(model), padded([0], 12)
-    expected = text(medusa, inputs, **options)[0, 12:].tolist()
-    for end in (None, expected[-5]):
-        last = len(expected) if end is None else expected.index(end) + 1
-        streamer = Streamer()
-        made = text(medusa, inputs, streamer=streamer, eos_token_id=end, **options)
-        assert medusa.last_stats.seconds["step"]
-        assert made[0, 12:].tolist() == streamer.tokens == expected[:last]
-        assert streamer.steps == medusa.last_stats.steps
-        assert streamer.ended
-
-
-class Streamer:
-    """What is put to it."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.steps, self.ended = -1, False
-
-    def put(self, tokens: Tensor) -> None:
-        if self.steps >= 0:  # behind the prompt
-            self.tokens += tokens.tolist()
-        self.steps = max(self.steps, 0)
-
-    def end_step(self) -> None:
-        self.steps += 1
-
-    def end(self) -> None:
-        self.ended = True
-
-
 def test_a_recording_serves_all_texts_of_its_shapes(model: Any, count: list[object]) -> None:
     medusa = with_heads(model)
     for paddings, options in ([0, 3], {}), ([1, 0], {}), ([0, 2], {"max_new_tokens": 9}):
@@ -230,6 +193,32 @@ def test_weights_may_change(
     assert is_right() and len(count) == 4
     weight.data = weight.data * 2.5
     assert not is_right()
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=["step", "forward"])
+@pytest.mark.parametrize("change", ["adapter", "hook", "method"])
+def test_the_model_may_change(model: Any, change: str, options: dict[str, Any]) -> None:
+    """Between texts, by what is no weight."""
+    if change == "adapter":
+        settings: dict[str, Any] = {"init_lora_weights": False, "target_modules": ["down_proj"]}
+        model.add_adapter(LoraConfig(r=4, lora_alpha=32, **settings))
+    medusa, inputs = with_heads(model), padded([0, 3], 12)
+    layer, texts = model.model.layers[0].mlp, []
+    usual, negative = layer.forward, lambda *given: -usual(*given)
+    hooks: list[Any] = []
+    for other in (False, True, False):
+        if change == "adapter":
+            (model.disable_adapters if other else model.enable_adapters)()
+        elif change == "method":
+            layer.forward = negative if other else usual
+        elif other:
+            hooks.append(layer.register_forward_hook(lambda _, __, output: -output))
+        elif hooks:
+            hooks.pop().remove()
+        for _ in range(2):
+            texts.append(text(medusa, inputs, **options))
+            assert torch.equal(texts[-1], text(model, inputs, **options))
+    assert not torch.equal(texts[0], texts[2])
 
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=["step", "forward"])
