@@ -150,6 +150,31 @@ def split_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "LARGE", float("inf"))
 
 
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Steps are recorded by default, where there is no GPU by what stands for it; an entry for
+    every recording that is asked for."""
+    from medusa_heads.inference.models import compiling
+    from medusa_heads.target import captured
+    from tests.replayed import Replayed
+
+    if DEVICE == "cpu":
+        monkeypatch.setattr("medusa_heads.target.packed.packed_gain", lambda *_: 0.0)
+        monkeypatch.setattr(captured, "Recording", Replayed)
+        monkeypatch.setattr(captured, "memory_pool", lambda: None)
+        monkeypatch.setattr(captured, "records", lambda _: True)
+        monkeypatch.setattr(compiling, "captures", lambda _: True)
+    made: list[Any] = []
+    recording = captured.CapturedTarget.recording
+
+    def counted(*args: Any) -> Any:
+        made.append(recording(*args))
+        return made[-1]
+
+    monkeypatch.setattr(captured.CapturedTarget, "recording", counted)
+    return made
+
+
 @pytest.fixture(scope="session")
 def tiny_llama() -> TinyLlama:
     """Make a tiny Llama: `tiny_llama(num_layers=2, seed=0, **config overrides)`.

@@ -1,5 +1,6 @@
 """What stands on a CPU for the recordings of a GPU: all operations are noted with the tensors that
-they were given, and a replay does them again and writes where their first results lie."""
+they were given, and a replay does them again and writes where their first results lie. And models
+that are decoded by recordings."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from medusa_heads import HeadsConfig, MedusaModel, new_heads
 from medusa_heads.machine.recording import Recording
+from tests.inference.on_device import NEW
 
 
 class Replayed(Recording):
@@ -60,3 +63,19 @@ class _Noted(TorchDispatchMode):
 
 def _memory(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def with_heads(model: Any, tree: str = "7", **config: Any) -> MedusaModel:
+    heads = new_heads(model, HeadsConfig(num_heads=3, **config))
+    return MedusaModel(model, heads, tree=tree)
+
+
+def text(model: Any, inputs: Any, **options: Any) -> Tensor:
+    torch.manual_seed(3)
+    made = model.generate(**inputs, **{"do_sample": False, "max_new_tokens": NEW, **options})
+    assert isinstance(made, Tensor)
+    return made
+
+
+def uncaptured(medusa: MedusaModel) -> MedusaModel:
+    return MedusaModel(medusa.target.model, medusa.heads, tree="none", compile=False)

@@ -64,11 +64,11 @@ class DeviceLoop:
         self._states: WeakKeyDictionary[StaticRowCache, dict[Any, DeviceState]] = (
             WeakKeyDictionary()
         )
-        self._model_stands: tuple[Any, ...] = ()  # of the text, once it is asked for
         # By the state's shapes, with what must stand for it to serve, and whether it does.
         self._recorded: WeakKeyDictionary[
             DeviceState, WeakKeyDictionary[Drafter, dict[Any, tuple[Any, Recording, bool]]]
         ] = WeakKeyDictionary()
+        self._unrecorded: set[Any] = set()  # of one text
         self._buckets: WeakKeyDictionary[
             Drafter, WeakKeyDictionary[DeviceState, dict[Any, Buckets]]
         ] = WeakKeyDictionary()
@@ -91,7 +91,9 @@ class DeviceLoop:
         distribution."""
         cache, levels = state.cache, drafter.levels
         assert isinstance(cache, StaticRowCache) and levels is not None
-        self._model_stands = ()  # nobody changes a model in the middle of a text
+        self._unrecorded.clear()
+        if isinstance(target, CapturedTarget) and target.has_changed(self):
+            self._recorded.clear()
         on_device = self._state_of(target, drafter, state, levels)
         with stats.phase("draft"):
             drafter.prepare(state)
@@ -106,7 +108,7 @@ class DeviceLoop:
                 reading = Reading(on_device.figures, levels)
                 again: dict[Any, Callable[[], object]] = {}  # by graph
                 while reading.goes_on(buckets):
-                    if len(state.rows) == 1:  # which may be streamed
+                    if state.rows[0].streams:  # the only one
                         check_drawn(reading.fresh)
                         state.rows[0].take(reading.fresh)
                     size = None if buckets is None else buckets.next()
@@ -129,7 +131,8 @@ class DeviceLoop:
             self._fails.setdefault(drafter, set()).add(kinds(rule.processors))
             del stats.seconds["step"]  # there was none
             drafter.memories.pop(on_device, None)
-            reason = f"steps are compiled in parts, since the whole is no graph: {error}"
+            how = "recorded" if isinstance(target, CapturedTarget) else "compiled"
+            reason = f"steps are {how} in parts, since the whole is no graph: {error}"
             warnings.warn(reason, MedusaWarning, stacklevel=2)
             return
         finally:
@@ -159,11 +162,11 @@ class DeviceLoop:
         size: int | None,
     ) -> Callable[[], object] | None:
         """Take a step that is the first of its graph in a text; returns what takes it again."""
+        if isinstance(target, CapturedTarget):
+            return self._recorded_step(target, drafter, state, levels, size)
         if not target.compiles:
             _step(target, drafter, state, levels, size)
             return None
-        if isinstance(target, CapturedTarget):
-            return self._recorded_step(target, drafter, state, levels, size)
         with state.compared(target, drafter), noted() as calls:
             target.run(self._compiled, target, drafter, state, levels, size)
         # What is still to be compared is not taken again as it was.
@@ -181,23 +184,30 @@ class DeviceLoop:
         known = of_drafter.setdefault(drafter, {})
         key = levels, size, state.cache.slots_N.data_ptr(), kinds(state.processors), state.drawing
         step = partial(target.run, self._compiled, target, drafter, state, levels, size)
+        if not target.compiles or key in self._unrecorded:
+            step()
+            return None
         stands, recording, serves = known.get(key, (None, None, False))
-        self._model_stands = self._model_stands or standing(target.model)
-        if recording is None or stands != (self._model_stands, standing(drafter, state)):
+        if recording is None or stands != standing(drafter, *state.parts):
             step()
             if len(known) == _MOST_RECORDED:
                 del known[next(iter(known))]
             if (recording := target.recording(step)) is not None:
-                stands = self._model_stands, standing(drafter, state)
-                known[key] = stands, recording, False
+                known[key] = standing(drafter, *state.parts), recording, False
+            else:
+                self._unrecorded.add(key)
+                if not target.lacked_memory:  # then forwards alone are, from the next text on
+                    self._fails.setdefault(drafter, set()).add(kinds(state.processors))
             return None
         if serves:
             recording.replay()
-        elif recording.agrees(step, but=state.cache.row_buffers):
+        elif recording.agrees(step):
             known[key] = stands, recording, True
         else:
             del known[key]
-            target.record_no_more("a recorded step has not done what the step itself does")
+            self._unrecorded.add(key)
+            self._fails.setdefault(drafter, set()).add(kinds(state.processors))
+            target.warn("a recorded step has not done what the step itself does")
             return None
         return recording.replay
 

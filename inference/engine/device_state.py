@@ -20,7 +20,7 @@ from medusa_heads.inference.engine.rows import Ends
 from medusa_heads.inference.engine.state import DecodingState, padded_mask
 from medusa_heads.target.attention import TreeMask
 from medusa_heads.target.compiled import CompiledTarget
-from medusa_heads.target.static_cache import StaticRowCache
+from medusa_heads.target.static_cache import StaticRecurrentCache, StaticRowCache
 from medusa_heads.trees.tree import TokenTree
 
 if TYPE_CHECKING:  # which read the state
@@ -123,6 +123,15 @@ class DeviceState(DecodingState):
         self.noise = self.noise_on_device = None if noise is None else self._noise
         assert isinstance(state.cache, StaticRowCache)
         self.cache = state.cache  # at last: whoever has begun lets go of it
+
+    @property
+    def parts(self) -> list[Any]:
+        """What a recorded step depends on of this state, and of its cache what lies there for good:
+        how long a text is, it is not told by numbers."""
+        cache = self.cache
+        states = cache.states() if isinstance(cache, StaticRecurrentCache) else []
+        own = [value for name, value in sorted(vars(self).items()) if name != "cache"]
+        return [*own, *states, *cache.row_buffers]
 
     @property
     def last_fresh_B1(self) -> Tensor:

@@ -90,7 +90,7 @@ class Reading:
         now, before = self._turn % 2, (self._turn + 1) % 2
         self._copies[now].copy_(self._figures, non_blocking=True)
         if self._pinned:
-            self._events[now].record()
+            self._events[now].record(torch.cuda.current_stream(self._figures.device))
             if self._turn > 1:
                 self._events[before].synchronize()
         return self._copies[before]

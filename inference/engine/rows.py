@@ -154,6 +154,11 @@ class Row:
         self._written = self.prompt_length
 
     @property
+    def streams(self) -> bool:
+        """Whether somebody receives its tokens."""
+        return self._streamer is not None
+
+    @property
     def length(self) -> int:
         """Tokens of the row so far, padding included."""
         return self.prompt_length + len(self.tokens)

@@ -18,7 +18,6 @@ from transformers import (
     StopStringCriteria,
 )
 
-from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.acceptance import RULES, make_rule
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.capability import capability
@@ -28,8 +27,10 @@ from medusa_heads.inference.engine.running import RunningBatch
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.inference.models.compiling import (
     Compile,
+    Unrecorded,
     as_it_is,
     check_compile,
+    check_one_device,
     compiled_target,
     usual_target,
 )
@@ -97,21 +98,17 @@ class AssistedModel(ABC):
         target = target if isinstance(target, TargetModel) else TargetModel(target)
         self.target = target.with_features(features)
         self._late: LateCompiling | None = None
+        if compile is not None:
+            self.target = compiled_target(self.target, compile, compile_backend)
         if compile == "auto" and not isinstance(self.target, CompiledTarget):
             view = partial(CompiledTarget, target.model, compile_backend, self.target.features)
             self._late = LateCompiling(self.target, view, self._drafter_for)
         elif compile is None:
             self.target = usual_target(self.target)
-        else:
-            self.target = compiled_target(self.target, compile, compile_backend)
         self._chosen = compile is None
-        devices = set((getattr(self.target.model, "hf_device_map", None) or {}).values())
-        if len(devices) > 1:
-            raise UnsupportedArchitecture(
-                f"the target is spread over {sorted(map(str, devices))}, drafts follow one device",
-                "load it on one device, without device_map",
-            )
-        self._lock = Lock()
+        check_one_device(self.target)
+        self._lock = self.target.lock if isinstance(self.target, CompiledTarget) else Lock()
+        self._unrecorded = Unrecorded()
         self._chain_only = capability(self.target) != "tree"
         self.acceptance, self.rng = acceptance, rng
         self.acceptance_settings = dict(acceptance_settings or {})
@@ -216,9 +213,15 @@ class AssistedModel(ABC):
         # One text at a time: hidden states are read off the target as it runs.
         with self._lock:
             self.last_stats = GenerationStats()
-            drafter = self._drafter_for(self.target) if self.deterministic else self.drafter
+            target, drafter = self.target, self.drafter
+            if self.deterministic:
+                drafter = self._drafter_for(target)
+            elif self._chosen:
+                shape = len(input_ids), int(generation_config.max_length or 0)
+                make = self._drafter_for
+                target, drafter = self._unrecorded.view(target, drafter, *shape, make)
             return decode(
-                self.target,
+                target,
                 drafter,
                 input_ids,
                 logits_processor=logits_processor,

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
+from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.inference.drafters.base import Drafter
+from medusa_heads.inference.drafters.merged import MergedTrees
+from medusa_heads.inference.engine.capability import capability
 from medusa_heads.target.captured import CapturedTarget, captures
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
@@ -26,11 +30,28 @@ def check_compile(compile: Compile | None, deterministic: bool = False) -> None:
         )
 
 
+def check_one_device(target: TargetModel) -> None:
+    """Raises UnsupportedArchitecture: the target is spread over several."""
+    devices = set((getattr(target.model, "hf_device_map", None) or {}).values())
+    if len(devices) > 1:
+        raise UnsupportedArchitecture(
+            f"the target is spread over {sorted(map(str, devices))}, drafts follow one device",
+            "load it on one device, without device_map",
+        )
+
+
 def usual_target(target: TargetModel) -> TargetModel:
-    """How it is run where nobody says: its steps are recorded where that can be done."""
-    if isinstance(target, CompiledTarget) or not captures(target):
+    """How it is run where nobody says: its steps are recorded where that can be done. Raises
+    UnsupportedArchitecture: it cannot be decoded exactly with drafts."""
+    if type(target) is not TargetModel or not captures(target):
         return target
-    return CapturedTarget(target.model, target.features)
+    captured = CapturedTarget(target.model, target.features)
+    capability(target)  # as which texts are decoded that are not recorded
+    try:
+        capability(captured)
+    except UnsupportedArchitecture:  # a cache of fixed size, or a mask that is given
+        return target
+    return target if captured.loses_states else captured
 
 
 def as_it_is(target: TargetModel) -> TargetModel:
@@ -44,6 +65,8 @@ def compiled_target(
     target: TargetModel, compile: Compile, backend: str | Callable[..., object]
 ) -> TargetModel:
     """The same, run this way; `"auto"` begins without. Raises ValueError: it cannot be captured."""
+    if compile != "capture":
+        target = as_it_is(target)  # recordings, for which nobody may have asked
     if isinstance(target, CompiledTarget) or compile in (False, "auto"):
         return target
     if compile != "capture":
@@ -55,3 +78,31 @@ def compiled_target(
             f"this one is on {target.device}: leave compile out"
         )
     return CapturedTarget(target.model, target.features)
+
+
+class Unrecorded:
+    """Texts that are decoded without recordings where others of the target are."""
+
+    def __init__(self) -> None:
+        self._plain: tuple[TargetModel, Drafter] | None = None  # once one is needed
+
+    def view(
+        self,
+        target: TargetModel,
+        drafter: Drafter,
+        batch_size: int,
+        max_length: int,
+        make_drafter: Callable[[TargetModel], Drafter],
+    ) -> tuple[TargetModel, Drafter]:
+        """The target as it decodes a text of so many rows and tokens, and what drafts for it:
+        perhaps what is made for a view of the target."""
+        if not isinstance(target, CapturedTarget):
+            return target, drafter
+        if target.serves(batch_size, max_length + drafter.num_nodes):
+            return target, drafter
+        if self._plain is None:
+            plain = as_it_is(target)
+            self._plain = plain, make_drafter(plain)
+        plain, own = self._plain
+        # What merges by tensors alone is for steps that are taken whole.
+        return plain, own if isinstance(drafter, MergedTrees) else drafter

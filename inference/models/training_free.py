@@ -20,6 +20,7 @@ from medusa_heads.inference.drafters.blended import BlendedDrafter
 from medusa_heads.inference.drafters.recycling import RecycledTrees, RecyclingSource
 from medusa_heads.inference.lookup.corpus_files import Corpus, find_corpus
 from medusa_heads.inference.models.assisted import AssistedModel, EngineOptions
+from medusa_heads.inference.models.compiling import as_it_is
 from medusa_heads.inference.models.named_target import load_target
 from medusa_heads.inference.plan.adaptive import (
     blended,
@@ -95,10 +96,11 @@ class TrainingFreeModel(AssistedModel):
         modules: str | os.PathLike[str] | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
+        if drafter.startswith("early_exit") and options.get("compile") is None:
+            options["compile"] = False  # which runs some layers of the target alone
+            target = as_it_is(target) if isinstance(target, TargetModel) else target
         compiled = options.get("compile") or isinstance(target, CompiledTarget)
         check_drafter(drafter, corpus, calibration, compiled, modules)
-        if drafter.startswith("early_exit"):  # which runs some layers of the target alone
-            options["compile"] = False
         super().__init__(target, **options)
         self._set_deterministic(deterministic)
         name, _, suffix = drafter.partition("+")

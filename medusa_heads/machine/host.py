@@ -20,7 +20,12 @@ _SHAPE = {
 _REPEAT = {_aten.repeat_interleave.Tensor, _aten.repeat_interleave.self_Tensor}
 _BY_MASK = {_aten.index, _aten.index_put, _aten.index_put_, _aten._unsafe_index}
 # Which read the number that they write, from a tensor on their own device.
-_FILL = {_aten.masked_fill.Tensor, _aten.masked_fill_.Tensor}
+_FILL = {
+    _aten.masked_fill.Tensor: 2,  # the argument
+    _aten.masked_fill_.Tensor: 2,
+    _aten.index_fill.int_Tensor: 3,
+    _aten.index_fill_.int_Tensor: 3,
+}
 # What reads a tensor's memory directly, which no dispatcher sees.
 UNSEEN = {Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.__array__}
 
@@ -28,7 +33,8 @@ UNSEEN = {Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.__array__}
 def asks(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Asks | None:
     """What an operator asks that a dispatcher sees, of these arguments; None for nothing."""
     kind = operator.overloadpacket
-    if kind in _READ or (operator in _FILL and args[2].device == args[0].device):
+    number = _FILL.get(operator)
+    if kind in _READ or (number is not None and args[number].device == args[0].device):
         return "read"
     if operator in _REPEAT and kwargs.get("output_size") is None:
         return "shape"

@@ -8,7 +8,7 @@ in the time that the function takes, and leaves as little to the host.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -23,6 +23,7 @@ from medusa_heads.machine.graphs import nothing_collected
 from medusa_heads.machine.host import UNSEEN, asks
 
 _PACKAGES = ("medusa_heads", "transformers.generation")  # whose objects' attributes are looked at
+_MOST_COMPARED = 1 << 28  # bytes
 _HOOKS = {"_forward_hooks", "_forward_pre_hooks"}
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -67,9 +68,9 @@ class Recording:
             here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
             aside.wait_stream(here)
             with torch.cuda.stream(aside):
-                # Of this GPU's own stream; other threads may do as they like meanwhile.
-                self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
+                    # Of this GPU's own stream; other threads may do as they like meanwhile.
+                    self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                     yield
                 except BaseException:
                     try:
@@ -84,18 +85,30 @@ class Recording:
         """Do it again."""
         self._graph.replay()
 
-    def agrees(self, function: Callable[[], Any], but: Sequence[Tensor] = ()) -> bool:
+    def let_go(self, module: nn.Module) -> None:
+        """Of a module's tensors, which the module itself keeps where they are, or `standing` tells
+        that it does not."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            self._held.pop(tensor.untyped_storage().data_ptr(), None)
+
+    def agrees(self, function: Callable[[], Any]) -> bool:
         """Do it again, and call the function from where that began; which is what counts then.
-        Returns whether both have written the same, but for what lies in the memory of `but`."""
-        left_out = {tensor.untyped_storage().data_ptr() for tensor in but}
-        written = [each for place, each in self._written.items() if place not in left_out]
-        before = [tensor.clone() for tensor in written]
-        self.replay()
-        replayed = [tensor.clone() for tensor in written]
-        for tensor, content in zip(written, before, strict=True):
-            tensor.copy_(content)
+        Returns whether both have written the same, large caches left out: what is read of these is
+        written again by the function first."""
+        written = [each for each in self._written.values() if each.nbytes <= _MOST_COMPARED]
+        before: list[Tensor] = []
+        replayed: list[Tensor] = []
+        try:
+            before += [tensor.clone() for tensor in written]
+            self.replay()
+            replayed += [tensor.clone() for tensor in written]
+        except torch.OutOfMemoryError:
+            replayed.clear()
+        if len(before) == len(written):
+            for tensor, content in zip(written, before, strict=True):
+                tensor.copy_(content)
         function()
-        return all(map(_same, replayed, written))
+        return len(replayed) == len(written) and all(map(_same, replayed, written))
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -194,6 +207,8 @@ def standing(*roots: object) -> tuple[Any, ...]:
             for name, value in each.items():
                 found.append(name if isinstance(name, _PLAIN) else type(name).__name__)
                 left.append(value)
+        elif isinstance(each, set | frozenset):
+            found.append(sorted(map(str, each)))
         elif isinstance(each, list | tuple | deque):
             found.append(len(each))
             left.extend(each)

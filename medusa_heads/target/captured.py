@@ -6,8 +6,10 @@ Shapes: B batch, N tree nodes.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -16,10 +18,12 @@ from torch import Tensor
 
 from medusa_heads.agreement import TOLERANCE, is_half, relative_error
 from medusa_heads.errors import MedusaWarning, first_line
+from medusa_heads.machine.devices import free_memory
 from medusa_heads.machine.graphs import look
 from medusa_heads.machine.recording import Recording, memory_pool, records, standing
 from medusa_heads.target.attention import recorded_tree_attention
 from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.features import CapturedHere
 from medusa_heads.target.static_cache import StaticRecurrentCache, StaticRowCache
 from medusa_heads.target.target import TargetModel
 
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Made = TypeVar("Made")
+
+_OWN = ("medusa_heads", "transformers.")  # whose hooks note what passes, and change nothing
 
 
 def captures(target: TargetModel) -> bool:
@@ -39,20 +45,62 @@ def captures(target: TargetModel) -> bool:
 
 class CapturedTarget(CompiledTarget):
     """A target that verifies trees over a cache of fixed size, as a CompiledTarget does, by CUDA
-    graphs of its own kernels. Where something in it cannot be recorded, it goes on without."""
+    graphs of its own kernels. Where something in it cannot be recorded, it goes on without.
+
+    Attributes:
+        gave_up: a forward of it could not be recorded.
+        lacked_memory: that the last recording could not be made, was for want of memory.
+    """
 
     _stacked = True
+    _captures = CapturedHere
 
     def __init__(self, model: PreTrainedModel, features: tuple[int, ...] = ()) -> None:
-        # By its cache, for good; by shapes, with what must stand for it to serve.
-        self._recorded: WeakKeyDictionary[StaticRowCache, dict[Any, tuple[Any, _Forward]]] = (
-            WeakKeyDictionary()
-        )
+        # By its cache, for good; by shapes.
+        self._recorded: WeakKeyDictionary[StaticRowCache, dict[Any, _Forward]] = WeakKeyDictionary()
+        self._stands: tuple[Any, ...] = ()
+        self._seen: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()
+        self._pool: Any = None
+        self.gave_up = self.lacked_memory = False
         super().__init__(model, "eager", features, whole_steps=True)
+        # With hooks of the model itself.
+        self._forward = self._compiled = self.in_one_graph(self.model)
 
-    @cached_property
-    def _pool(self) -> Any:
-        return memory_pool()
+    def serves(self, batch_size: int, slots: int) -> bool:
+        """Whether texts of so many rows and slots are recorded as things are: nothing is done to
+        the model that recordings leave out, and their cache takes half of the memory at most."""
+        if self.gave_up or not records(self.device) or torch.is_autocast_enabled(self.device.type):
+            return False
+        if any(map(_has_hooks, self.model.modules())):
+            return False
+        capacity = self.capacity(slots)
+        kind = batch_size, capacity, self.dtype, self.device
+        of_slots = [c.held_bytes / (k[0] * k[1]) for k, c in self._caches.items() if c.held_bytes]
+        free = free_memory(self.device)
+        if kind in self._caches or not of_slots or free is None:
+            return True
+        return batch_size * capacity * min(of_slots) <= free / 2
+
+    def has_changed(self, reader: object) -> bool:
+        """Whether the model is another one than when this reader last asked, with other weights,
+        switches or hooks."""
+        before, self._seen[reader] = self._seen.get(reader, self._stands), self._stands
+        return before != self._stands
+
+    @contextmanager
+    def capture_hidden(self) -> Iterator[Callable[[], Tensor]]:
+        """See TargetModel; a text begins."""
+        before, self._stands = self._stands, standing(self.model)
+        if before != self._stands:
+            self._recorded.clear()
+        captured = self._captured
+        assert isinstance(captured, CapturedHere)
+        captured.thread = get_ident()
+        try:
+            with super().capture_hidden() as wide:
+                yield wide
+        finally:
+            captured.thread = None
 
     def _like(self, features: tuple[int, ...]) -> CompiledTarget:
         return CapturedTarget(self.model, features)
@@ -63,9 +111,9 @@ class CapturedTarget(CompiledTarget):
 
     @property
     def compiles(self) -> bool:
-        """False within `uncompiled`, where something could not be recorded, and where the model has
+        """False within `uncompiled`, where a forward could not be recorded, and where the model has
         been moved off a GPU."""
-        return super().compiles and records(self.device)
+        return super().compiles and not self.gave_up and records(self.device)
 
     def begin_step(self) -> None:
         """Nothing: what recordings return is used up before the next step."""
@@ -76,17 +124,21 @@ class CapturedTarget(CompiledTarget):
             return compiled(*args, **kwargs)
 
     def recording(self, function: Callable[[], Any]) -> Recording | None:
-        """Of a function that has been called; None where it cannot be recorded, and then no other
-        will be."""
+        """Of a function that has been called; None where it cannot be recorded, which a warning
+        says."""
+        self._pool = self._pool or memory_pool()
         try:
-            return Recording(function, self.device, self._pool)
+            made = Recording(function, self.device, self._pool)
         except RuntimeError as error:
-            self.record_no_more(first_line(error))
+            self._pool = None  # of which nobody knows what became
+            self.lacked_memory = isinstance(error, torch.OutOfMemoryError)
+            self.warn(first_line(error))
             return None
+        made.let_go(self.model)
+        return made
 
-    def record_no_more(self, reason: str) -> None:
-        """Say so; from now on steps are taken as they are."""
-        self._forward = self.model.forward
+    def warn(self, reason: str) -> None:
+        """Say that something is decoded without recordings, and why."""
         reason = f"decoding goes on without CUDA graphs: {reason}"
         warnings.warn(reason, MedusaWarning, stacklevel=3)
 
@@ -96,10 +148,20 @@ class CapturedTarget(CompiledTarget):
         logits_BNV = self._checked(inputs)
         cache: StaticRowCache = inputs["past_key_values"]
         known, shapes = self._recorded.setdefault(cache, {}), tuple(map(look, given))
-        states = cache.states() if isinstance(cache, StaticRecurrentCache) else []
-        stands = standing(self.model, *states, *cache.row_buffers)
-        if shapes in known and known[shapes][0] == stands:
-            return logits_BNV, known[shapes][1]
+        if shapes not in known and self.compiles:
+            captured = self._captured.tensors(self.features)
+            made = self._made(inputs, given, [logits_BNV, *captured])
+            self._captured.put(self.features, captured)
+            if made is None:
+                self.gave_up = not self.lacked_memory
+            else:
+                known[shapes] = made
+        return logits_BNV, known.get(shapes)
+
+    def _made(
+        self, inputs: dict[str, Any], given: list[Tensor], expected: list[Tensor]
+    ) -> _Forward | None:
+        """A recording of this forward, if it can be made and does the same."""
         places = [tensor.clone() for tensor in given]
         found = {id(tensor): place for tensor, place in zip(given, places, strict=True)}
         there = _in_place(inputs, found)
@@ -108,21 +170,22 @@ class CapturedTarget(CompiledTarget):
             logits_BNV = self._checked(there)
             return [logits_BNV, *self._captured.tensors(self.features)]
 
-        captured = self._captured.tensors(self.features)
-        recording = self.recording(forward)
-        self._captured.put(self.features, captured)
-        if recording is None:
-            return logits_BNV, None
-        if not states:  # which would read these tokens twice
-            recording.replay()
-            for got, expected in zip(recording.result, [logits_BNV, *captured], strict=True):
-                got_TV, expected_TV = (each.flatten(0, -2).float() for each in (got, expected))
-                if relative_error(got_TV, expected_TV) > TOLERANCE[is_half(self.dtype)]:
-                    self.record_no_more("a recorded forward says something else than the model")
-                    return logits_BNV, None
-        made = _Forward(recording, places)
-        known[shapes] = stands, made
-        return logits_BNV, made
+        if (recording := self.recording(forward)) is None:
+            return None
+        if not isinstance(inputs["past_key_values"], StaticRecurrentCache):
+            recording.replay()  # whose states would read these tokens twice
+            for got, known in zip(recording.result, expected, strict=True):
+                got_TV, known_TV = (each.flatten(0, -2).float() for each in (got, known))
+                if relative_error(got_TV, known_TV) > TOLERANCE[is_half(self.dtype)]:
+                    self.warn("a recorded forward says something else than the model")
+                    return None
+        return _Forward(recording, places)
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    """Of others than ours: whatever they do, recordings do without it."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return not all(str(getattr(hook, "__module__", "")).startswith(_OWN) for hook in hooks)
 
 
 class _Forward:

@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -55,6 +56,7 @@ class CompiledTarget(TargetModel):
     """
 
     _stacked = False  # the rows of many layers in one tensor
+    _captures: type[Captured] = Captured
 
     def __init__(
         self,
@@ -65,16 +67,16 @@ class CompiledTarget(TargetModel):
     ) -> None:
         super().__init__(model)
         check_layers(model, features)
-        self.features, self._backend = features, backend
-        self.whole_steps = whole_steps
+        self.features, self._backend, self.whole_steps = features, backend, whole_steps
         self._on_gpu = self.device.type == "cuda"
         self._views: dict[tuple[tuple[int, ...], bool], CompiledTarget] = {}
         self._caches: dict[tuple[Any, ...], StaticRowCache] = {}
         self._compared: set[tuple[int | None, ...]] = set()  # graphs: rows, tokens, capacity
-        self._captured = Captured()
-        # Within a text, what has been read before: through graphs, of which shapes.
+        self._captured = self._captures()
+        self.lock = Lock()  # of whoever decodes: one text at a time has its cache
+        # Within a text, what has been read before: through which graphs.
         self._calls: dict[Any, Callable[[list[Tensor]], list[Tensor]]] | None = None
-        # Hooks for all texts: registering them anew for each would invalidate the graph.
+        # For all texts: registering them anew for each would invalidate the graph.
         for hook in (
             *watch(model, features, self._captured.keep),
             self.get_output_embeddings().register_forward_pre_hook(self._captured.take),

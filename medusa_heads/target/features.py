@@ -121,6 +121,22 @@ class Captured:
         self.outputs.clear()
 
 
+class CapturedHere(Captured):
+    """The same, of forwards in the thread that asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread: int | None = None
+
+    def take(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.thread == get_ident():
+            super().take(_module, args)
+
+    def keep(self, layer: int, output: Any) -> None:
+        if self.thread == get_ident():
+            super().keep(layer, output)
+
+
 class HiddenReader:
     """What reads the hidden states of a model, by hooks that are there while it reads: as the
     lm_head is given them, after the final norm.
