@@ -5,11 +5,11 @@
 #   SHAPE=1b OUT=runs/1b scripts/gpu_bench.sh
 #   SHAPE=0.1b DEVICE=cpu PATIENCE=4 BATCH_SIZES="1 2" COMPILE=0 scripts/gpu_bench.sh
 #
-# Needs this repository, torch and transformers; nothing is installed or downloaded. The parts are
-# processes of their own, each with its own time limit, and none runs longer than the whole may. What
-# was measured is written as it comes: $OUT/PART/report.json and report.md, what a part printed to
-# $OUT/PART.log, and how the parts ended to $OUT/parts.txt. The exit code is 1 where one failed or
-# was cut off.
+# Needs this repository, torch, transformers and peft, and pytest for its tests; nothing is installed
+# or downloaded. The parts are processes of their own, each with its own time limit, and none runs
+# longer than the whole may. What was measured is written as it comes: $OUT/PART/report.json and
+# report.md, what a part printed to $OUT/PART.log, and how the parts ended to $OUT/parts.txt. The exit
+# code is 1 where one failed or was cut off.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 
@@ -64,6 +64,11 @@ measure() {
 : >"$OUT/parts.txt"
 if command -v nvidia-smi >/dev/null; then nvidia-smi >"$OUT/nvidia-smi.txt"; fi
 
+# Where steps are recorded, every text of these is compared with generate()'s.
+recorded=(tests/machine/test_recording.py {tests/target,tests/inference/models}/test_captured.py)
+if [[ $DEVICE == cuda* ]] && "$PYTHON" -c "import pytest" 2>/dev/null; then
+    part tests 90 env MEDUSA_HEADS_TEST_DEVICE="$DEVICE" "$PYTHON" -m pytest "${recorded[@]}"
+fi
 ours=(heads:auto heads:static:15 suffix recycling auto)
 # In fp32 rounding tips no choice: every text must be plain decoding's own. Steps are recorded where
 # that can be done; those that draw from transformers' own stream ask the host.
