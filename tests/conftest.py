@@ -150,14 +150,23 @@ def split_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "LARGE", float("inf"))
 
 
+@pytest.fixture(autouse=True)
+def as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are recorded on a GPU where a test says so, by `recorded`: others are of what is
+    decoded without."""
+    if DEVICE != "cpu":
+        monkeypatch.setattr("medusa_heads.inference.models.compiling.captures", lambda _: False)
+
+
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def recorded(as_they_are: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Steps are recorded by default, where there is no GPU by what stands for it; an entry for
     every recording that is asked for."""
     from medusa_heads.inference.models import compiling
     from medusa_heads.target import captured
     from tests.replayed import Replayed
 
+    monkeypatch.setattr(compiling, "captures", captured.captures)
     if DEVICE == "cpu":
         monkeypatch.setattr("medusa_heads.target.packed.packed_gain", lambda *_: 0.0)
         monkeypatch.setattr(captured, "Recording", Replayed)

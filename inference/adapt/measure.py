@@ -13,6 +13,7 @@ from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.step_bench import SIZES, RandomChain, StepBench, StepSeconds
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.machine import Measurements, as_seconds
+from medusa_heads.target.captured import as_it_is
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.packed import PackedMatrices
 from medusa_heads.target.target import TargetModel
@@ -36,6 +37,7 @@ def target_clock(
         target: the target.
         drafters: sources whose drafting is timed too: a drafter for each, and what it depends on.
     """
+    target = as_it_is(target)  # whose cache a text may be using
     facts = target_facts(target)
     clock = _once(target, "clock", facts, _clock, lambda: {"step": _measure_steps(target)})
     for name, (drafter, of) in (drafters or {}).items():
@@ -66,6 +68,7 @@ def step_seconds(
     Raises:
         ValueError: the context does not fit the target.
     """
+    target = as_it_is(target)
     context = _fitting(target, context, max(each.num_nodes for each in drafters.values()))
     facts = {"kind": dict(kind), "context": context, "batch_size": batch_size}
 

@@ -201,15 +201,17 @@ class DeviceLoop:
             return None
         if serves:
             recording.replay()
-        elif recording.agrees(step):
+            return recording.replay
+        agrees = recording.agrees(step)
+        if agrees:
             known[key] = stands, recording, True
-        else:
-            del known[key]
-            self._unrecorded.add(key)
+            return recording.replay
+        del known[key]
+        self._unrecorded.add(key)
+        if agrees is not None:  # there was memory to compare
             self._fails.setdefault(drafter, set()).add(kinds(state.processors))
             target.warn("a recorded step has not done what the step itself does")
-            return None
-        return recording.replay
+        return None
 
     def _buckets_of(
         self, drafter: Drafter, state: DeviceState, rule: SampleThenMatch

@@ -26,6 +26,8 @@ from medusa_heads.trees.tree import TokenTree
 if TYPE_CHECKING:  # which read the state
     from medusa_heads.inference.drafters.base import Drafter
 
+# Of a state, what no step depends on, or by what stands beside it.
+_OTHERS = {"cache", "_processors"}
 ENDS = 8  # tokens that may end a row, in one graph
 
 
@@ -130,7 +132,7 @@ class DeviceState(DecodingState):
         how long a text is, it is not told by numbers."""
         cache = self.cache
         states = cache.states() if isinstance(cache, StaticRecurrentCache) else []
-        own = [value for name, value in sorted(vars(self).items()) if name != "cache"]
+        own = [value for name, value in sorted(vars(self).items()) if name not in _OTHERS]
         return [*own, *states, *cache.row_buffers]
 
     @property

@@ -28,13 +28,13 @@ from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.inference.models.compiling import (
     Compile,
     Unrecorded,
-    as_it_is,
     check_compile,
     check_one_device,
     compiled_target,
     usual_target,
 )
 from medusa_heads.inference.models.late_compiling import LateCompiling
+from medusa_heads.target.captured import as_it_is
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 
@@ -108,7 +108,7 @@ class AssistedModel(ABC):
         self._chosen = compile is None
         check_one_device(self.target)
         self._lock = self.target.lock if isinstance(self.target, CompiledTarget) else Lock()
-        self._unrecorded = Unrecorded()
+        self._unrecorded = Unrecorded(self._chosen)
         self._chain_only = capability(self.target) != "tree"
         self.acceptance, self.rng = acceptance, rng
         self.acceptance_settings = dict(acceptance_settings or {})
@@ -213,28 +213,24 @@ class AssistedModel(ABC):
         # One text at a time: hidden states are read off the target as it runs.
         with self._lock:
             self.last_stats = GenerationStats()
-            target, drafter = self.target, self.drafter
-            if self.deterministic:
-                drafter = self._drafter_for(target)
-            elif self._chosen:
-                shape = len(input_ids), int(generation_config.max_length or 0)
-                make = self._drafter_for
-                target, drafter = self._unrecorded.view(target, drafter, *shape, make)
-            return decode(
-                target,
-                drafter,
-                input_ids,
-                logits_processor=logits_processor,
-                stopping_criteria=stopping_criteria,
-                generation_config=generation_config,
-                streamer=streamer,
-                acceptance=self.acceptance,
-                acceptance_settings=self.acceptance_settings,
-                rng=self.rng,
-                stats=self.last_stats,
-                exchange=None if self._late is None else self._late.of_text(drafter),
-                **model_kwargs,
-            )
+            drafter = self._drafter_for(self.target) if self.deterministic else self.drafter
+            text = self.target, drafter, len(input_ids), generation_config
+            with self._unrecorded.view(*text, self._drafter_for) as (target, drafter):
+                return decode(
+                    target,
+                    drafter,
+                    input_ids,
+                    logits_processor=logits_processor,
+                    stopping_criteria=stopping_criteria,
+                    generation_config=generation_config,
+                    streamer=streamer,
+                    acceptance=self.acceptance,
+                    acceptance_settings=self.acceptance_settings,
+                    rng=self.rng,
+                    stats=self.last_stats,
+                    exchange=None if self._late is None else self._late.of_text(drafter),
+                    **model_kwargs,
+                )
 
     def running_batch(self, max_rows: int = 8) -> RunningBatch:
         """At most so many texts, which begin and end independently of one another.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeAlias
+from weakref import WeakKeyDictionary
 
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.merged import MergedTrees
 from medusa_heads.inference.engine.capability import capability
-from medusa_heads.target.captured import CapturedTarget, captures
+from medusa_heads.target.captured import CapturedTarget, as_it_is, captures
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 
@@ -54,13 +56,6 @@ def usual_target(target: TargetModel) -> TargetModel:
     return target if captured.loses_states else captured
 
 
-def as_it_is(target: TargetModel) -> TargetModel:
-    """The same without recordings."""
-    if isinstance(target, CapturedTarget):
-        return TargetModel(target.model).with_features(target.features)
-    return target
-
-
 def compiled_target(
     target: TargetModel, compile: Compile, backend: str | Callable[..., object]
 ) -> TargetModel:
@@ -81,28 +76,40 @@ def compiled_target(
 
 
 class Unrecorded:
-    """Texts that are decoded without recordings where others of the target are."""
+    """Texts that are decoded without recordings where others of the target are.
 
-    def __init__(self) -> None:
-        self._plain: tuple[TargetModel, Drafter] | None = None  # once one is needed
+    Args:
+        may: whether nobody has asked for recordings of all texts.
+    """
 
+    def __init__(self, may: bool) -> None:
+        self._may = may
+        self._target: TargetModel | None = None  # once it is needed
+        self._drafters: WeakKeyDictionary[Drafter, Drafter] = WeakKeyDictionary()
+
+    @contextmanager
     def view(
         self,
         target: TargetModel,
         drafter: Drafter,
         batch_size: int,
-        max_length: int,
+        config: Any,
         make_drafter: Callable[[TargetModel], Drafter],
-    ) -> tuple[TargetModel, Drafter]:
-        """The target as it decodes a text of so many rows and tokens, and what drafts for it:
-        perhaps what is made for a view of the target."""
-        if not isinstance(target, CapturedTarget):
-            return target, drafter
-        if target.serves(batch_size, max_length + drafter.num_nodes):
-            return target, drafter
-        if self._plain is None:
-            plain = as_it_is(target)
-            self._plain = plain, make_drafter(plain)
-        plain, own = self._plain
-        # What merges by tensors alone is for steps that are taken whole.
-        return plain, own if isinstance(drafter, MergedTrees) else drafter
+    ) -> Iterator[tuple[TargetModel, Drafter]]:
+        """For the block that decodes a text of so many rows, of generate()'s configuration: the
+        target as it does, and what drafts for it, perhaps what is made for a view of the target."""
+        if not isinstance(target, CapturedTarget) or not self._may:
+            yield target, drafter
+        elif target.serves(batch_size, int(config.max_length or 0) + drafter.num_nodes):
+            target.is_decoding = True
+            try:
+                yield target, drafter
+            finally:
+                target.is_decoding = False
+        else:
+            self._target = self._target or as_it_is(target)
+            # Trees that are merged by tensors alone are for steps that are taken whole.
+            merges = isinstance(drafter, MergedTrees)
+            if merges and drafter not in self._drafters:
+                self._drafters[drafter] = make_drafter(self._target)
+            yield self._target, self._drafters[drafter] if merges else drafter

@@ -18,6 +18,7 @@ from medusa_heads.inference.drafters.model.vocabulary import ForeignDraft, fitte
 from medusa_heads.inference.models.assisted import AssistedModel, EngineOptions
 from medusa_heads.inference.models.named_target import load_target, named_target
 from medusa_heads.inference.plan.draft import draft_plan
+from medusa_heads.target.captured import as_it_is
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 
@@ -78,7 +79,7 @@ class DraftedModel(AssistedModel):
             )
         self.drafts: list[TargetModel] = []
         for each, tokenizer in zip(given, own, strict=True):
-            each = each if isinstance(each, TargetModel) else TargetModel(each)
+            each = as_it_is(each) if isinstance(each, TargetModel) else TargetModel(each)
             each.model.eval()
             self.drafts.append(fitted(each, self.target, tokenizer, target_tokenizer))
         self.use_tree(tree, depth)

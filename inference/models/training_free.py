@@ -20,7 +20,6 @@ from medusa_heads.inference.drafters.blended import BlendedDrafter
 from medusa_heads.inference.drafters.recycling import RecycledTrees, RecyclingSource
 from medusa_heads.inference.lookup.corpus_files import Corpus, find_corpus
 from medusa_heads.inference.models.assisted import AssistedModel, EngineOptions
-from medusa_heads.inference.models.compiling import as_it_is
 from medusa_heads.inference.models.named_target import load_target
 from medusa_heads.inference.plan.adaptive import (
     blended,
@@ -29,6 +28,7 @@ from medusa_heads.inference.plan.adaptive import (
     takes_whole_steps,
 )
 from medusa_heads.inference.plan.trees import SUFFIX_TOKENS
+from medusa_heads.target.captured import as_it_is
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 

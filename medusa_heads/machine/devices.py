@@ -79,7 +79,8 @@ def free_memory(device: torch.device) -> int | None:
     """Bytes that can still be had on a device, of a container's if it has fewer; None where nobody
     says."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
     if device.type != "cpu":
         return None
     try:

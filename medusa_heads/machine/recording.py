@@ -7,10 +7,13 @@ in the time that the function takes, and leaves as little to the host.
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +27,7 @@ from medusa_heads.machine.host import UNSEEN, asks
 
 _PACKAGES = ("medusa_heads", "transformers.generation")  # whose objects' attributes are looked at
 _MOST_COMPARED = 1 << 28  # bytes
+_CONFIGS = {"PretrainedConfig", "PreTrainedConfig"}
 _HOOKS = {"_forward_hooks", "_forward_pre_hooks"}
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -91,10 +95,10 @@ class Recording:
         for tensor in (*module.parameters(), *module.buffers()):
             self._held.pop(tensor.untyped_storage().data_ptr(), None)
 
-    def agrees(self, function: Callable[[], Any]) -> bool:
+    def agrees(self, function: Callable[[], Any]) -> bool | None:
         """Do it again, and call the function from where that began; which is what counts then.
         Returns whether both have written the same, large caches left out: what is read of these is
-        written again by the function first."""
+        written again by the function first. None where there is no memory to compare."""
         written = [each for each in self._written.values() if each.nbytes <= _MOST_COMPARED]
         before: list[Tensor] = []
         replayed: list[Tensor] = []
@@ -108,7 +112,12 @@ class Recording:
             for tensor, content in zip(written, before, strict=True):
                 tensor.copy_(content)
         function()
-        return len(replayed) == len(written) and all(map(_same, replayed, written))
+        if len(replayed) < len(written):
+            return None
+        try:
+            return all(map(_same, replayed, written))
+        except torch.OutOfMemoryError:
+            return None
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -213,15 +222,44 @@ def standing(*roots: object) -> tuple[Any, ...]:
             found.append(len(each))
             left.extend(each)
         elif isinstance(each, nn.Module):
-            found.append(type(each))
+            found += [type(each), _number(type(each).forward)]
             attributes = vars(each)
-            found += [id(hook) for name in _HOOKS for hook in attributes[name].values()]
-            found.append(id(attributes.get("forward")))
+            hooks = [hook for name in _HOOKS for hook in attributes[name].values()]
+            found += [_number(hook) for hook in hooks if not _is_own(hook)]
             left.extend(attributes[name] for name in sorted(attributes.keys() - _HOOKS))
-        elif type(each).__module__.startswith(_PACKAGES):
+        elif _is_looked_into(type(each)):
             attributes = getattr(each, "__dict__", {})
             left.extend(attributes[name] for name in sorted(attributes))
+        elif callable(each):
+            found.append(_number(each))
     return tuple(found)
+
+
+def _is_looked_into(kind: type) -> bool:
+    names = {base.__name__ for base in kind.__mro__}
+    if "GenerationConfig" in names:  # which no step reads
+        return False
+    return kind.__module__.startswith(_PACKAGES) or not names.isdisjoint(_CONFIGS)
+
+
+def _is_own(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(_PACKAGES[0])
+
+
+_numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_count = count()
+
+
+def _number(function: Any) -> Any:
+    """A number of this function alone, for good: another may come to lie where it lay."""
+    if (of := getattr(function, "__self__", None)) is not None and not inspect.isbuiltin(function):
+        return _number(of), _number(getattr(function, "__func__", None))
+    try:
+        if function not in _numbers:
+            _numbers[function] = next(_count)
+        return _numbers[function]
+    except TypeError:  # nobody may hold it weakly
+        return id(function)
 
 
 def _how() -> tuple[Any, ...]:

@@ -43,12 +43,24 @@ def captures(target: TargetModel) -> bool:
     return records(target.device) and not moved and getattr(model, "hf_quantizer", None) is None
 
 
+def as_it_is(target: TargetModel) -> TargetModel:
+    """The same without recordings."""
+    if isinstance(target, CapturedTarget):
+        return TargetModel(target.model).with_features(target.features)
+    return target
+
+
+# Bytes that a slot of a cache takes, by model: each view of one has caches of its own.
+_slot_bytes: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+
+
 class CapturedTarget(CompiledTarget):
     """A target that verifies trees over a cache of fixed size, as a CompiledTarget does, by CUDA
     graphs of its own kernels. Where something in it cannot be recorded, it goes on without.
 
     Attributes:
         gave_up: a forward of it could not be recorded.
+        is_decoding: a text, which has its cache.
         lacked_memory: that the last recording could not be made, was for want of memory.
     """
 
@@ -61,7 +73,8 @@ class CapturedTarget(CompiledTarget):
         self._stands: tuple[Any, ...] = ()
         self._seen: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()
         self._pool: Any = None
-        self.gave_up = self.lacked_memory = False
+        self._short: set[Any] = set()  # shapes that there was no memory for, of this text
+        self.gave_up = self.lacked_memory = self.is_decoding = False
         super().__init__(model, "eager", features, whole_steps=True)
         # With hooks of the model itself.
         self._forward = self._compiled = self.in_one_graph(self.model)
@@ -71,15 +84,19 @@ class CapturedTarget(CompiledTarget):
         the model that recordings leave out, and their cache takes half of the memory at most."""
         if self.gave_up or not records(self.device) or torch.is_autocast_enabled(self.device.type):
             return False
+        if self.is_decoding:  # a text, in the middle of which somebody asks for another
+            return False
+        hooks = torch.nn.modules.module
+        if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
+            return False
         if any(map(_has_hooks, self.model.modules())):
             return False
-        capacity = self.capacity(slots)
+        capacity, of_slot = self.capacity(slots), _slot_bytes.get(self.model)
         kind = batch_size, capacity, self.dtype, self.device
-        of_slots = [c.held_bytes / (k[0] * k[1]) for k, c in self._caches.items() if c.held_bytes]
         free = free_memory(self.device)
-        if kind in self._caches or not of_slots or free is None:
+        if kind in self._caches or of_slot is None or free is None:
             return True
-        return batch_size * capacity * min(of_slots) <= free / 2
+        return batch_size * capacity * of_slot <= free / 2
 
     def has_changed(self, reader: object) -> bool:
         """Whether the model is another one than when this reader last asked, with other weights,
@@ -90,6 +107,7 @@ class CapturedTarget(CompiledTarget):
     @contextmanager
     def capture_hidden(self) -> Iterator[Callable[[], Tensor]]:
         """See TargetModel; a text begins."""
+        self._short.clear()
         before, self._stands = self._stands, standing(self.model)
         if before != self._stands:
             self._recorded.clear()
@@ -121,12 +139,18 @@ class CapturedTarget(CompiledTarget):
     def run(self, compiled: Callable[..., Made], *args: Any, **kwargs: Any) -> Made:
         """Call what `in_one_graph` made."""
         with recorded_tree_attention():
-            return compiled(*args, **kwargs)
+            made = compiled(*args, **kwargs)
+        if self.model not in _slot_bytes:
+            for (rows, capacity, *_), cache in self._caches.items():
+                if cache.held_bytes:
+                    _slot_bytes[self.model] = cache.held_bytes / (rows * capacity)
+        return made
 
     def recording(self, function: Callable[[], Any]) -> Recording | None:
         """Of a function that has been called; None where it cannot be recorded, which a warning
         says."""
         self._pool = self._pool or memory_pool()
+        self.lacked_memory = False
         try:
             made = Recording(function, self.device, self._pool)
         except RuntimeError as error:
@@ -148,14 +172,16 @@ class CapturedTarget(CompiledTarget):
         logits_BNV = self._checked(inputs)
         cache: StaticRowCache = inputs["past_key_values"]
         known, shapes = self._recorded.setdefault(cache, {}), tuple(map(look, given))
-        if shapes not in known and self.compiles:
+        if shapes not in known and self.compiles and shapes not in self._short:
             captured = self._captured.tensors(self.features)
             made = self._made(inputs, given, [logits_BNV, *captured])
             self._captured.put(self.features, captured)
-            if made is None:
-                self.gave_up = not self.lacked_memory
-            else:
+            if made is not None:
                 known[shapes] = made
+            elif self.lacked_memory:
+                self._short.add(shapes)
+            else:
+                self.gave_up = True
         return logits_BNV, known.get(shapes)
 
     def _made(

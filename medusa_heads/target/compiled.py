@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Lock
+from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -73,7 +73,7 @@ class CompiledTarget(TargetModel):
         self._caches: dict[tuple[Any, ...], StaticRowCache] = {}
         self._compared: set[tuple[int | None, ...]] = set()  # graphs: rows, tokens, capacity
         self._captured = self._captures()
-        self.lock = Lock()  # of whoever decodes: one text at a time has its cache
+        self.lock = RLock()  # of whoever decodes: one text at a time has its cache
         # Within a text, what has been read before: through which graphs.
         self._calls: dict[Any, Callable[[list[Tensor]], list[Tensor]]] | None = None
         # For all texts: registering them anew for each would invalidate the graph.

@@ -128,12 +128,13 @@ class CapturedHere(Captured):
         super().__init__()
         self.thread: int | None = None
 
+    # Whether it is wanted comes first: no compiler follows the rest.
     def take(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self.thread == get_ident():
+        if self.wanted and self.thread == get_ident():
             super().take(_module, args)
 
     def keep(self, layer: int, output: Any) -> None:
-        if self.thread == get_ident():
+        if self.wanted and self.thread == get_ident():
             super().keep(layer, output)
 
 

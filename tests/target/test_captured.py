@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 
 from medusa_heads.inference.engine import device_loop
 from medusa_heads.inference.models.drafted import DraftedModel
@@ -26,6 +27,9 @@ pytestmark = [
     pytest.mark.usefixtures("recorded"),
     pytest.mark.filterwarnings("error:.*goes on without CUDA graphs"),
 ]
+
+
+FEW: dict[str, Any] = {"max_new_tokens": 12}  # a CPU does one operation after the other again
 
 
 @pytest.fixture
@@ -52,13 +56,16 @@ def test_planted_drafts(model: Any, padding: list[int], truth: list[int]) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tree", ["7", "dynamic:9", "auto"])
-def test_all_kinds_of_heads(model: Any, kind: str, tree: str) -> None:
-    medusa, inputs = with_heads(model, tree, **KINDS[kind]), padded([0, 3], 12)
+def test_all_kinds_of_heads(model: Any, kind: str) -> None:
+    trees, inputs = ("auto", ("7", "dynamic:9")[list(KINDS).index(kind) % 2]), padded([0, 3], 12)
+    medusa = with_heads(model, **KINDS[kind])
     plain = uncaptured(medusa)
-    for options in ({}, SAMPLING):
-        assert torch.equal(text(medusa, inputs, **options), text(plain, inputs, **options))
-        assert medusa.last_stats.seconds["step"]
+    for options in (FEW, FEW | SAMPLING):
+        expected = text(plain, inputs, **options)
+        for tree in trees:
+            medusa.use_tree(tree)
+            assert torch.equal(text(medusa, inputs, **options), expected)
+            assert medusa.last_stats.seconds["step"]
 
 
 @pytest.mark.parametrize("drafter", ["auto", "recycling", "recycling:5", "suffix", "lookahead"])
@@ -75,7 +82,7 @@ def test_a_draft_model(model: Any, tiny_llama: TinyLlama) -> None:
     inputs = padded([0, 3], 12)
     for tree in ("chain:3", "auto"):
         drafted, plain = DraftedModel(model, draft, tree=tree), TrainingFreeModel(model)
-        for options in ({}, SAMPLING):
+        for options in (FEW, FEW | SAMPLING):
             assert torch.equal(text(drafted, inputs, **options), text(plain, inputs, **options))
 
 
@@ -149,3 +156,66 @@ def test_weights_may_change(
     assert is_right() and len(recorded) == 4
     weight.data = weight.data * 2.5
     assert not is_right()
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=["step", "forward"])
+@pytest.mark.parametrize("change", ["adapter", "hook", "method"])
+def test_the_model_may_change(model: Any, change: str, options: dict[str, Any]) -> None:
+    """Between texts, by what is no weight."""
+    if change == "adapter":
+        settings: dict[str, Any] = {"init_lora_weights": False, "target_modules": ["down_proj"]}
+        model.add_adapter(LoraConfig(r=4, lora_alpha=32, **settings))
+    medusa, inputs = with_heads(model), padded([0, 3], 12)
+    layer, texts = model.model.layers[0].mlp, []
+    usual, negative = layer.forward, lambda *given: -usual(*given)
+    hooks: list[Any] = []
+    for other in (False, True, False):
+        if change == "adapter":
+            (model.disable_adapters if other else model.enable_adapters)()
+        elif change == "method":
+            layer.forward = negative if other else usual
+        elif other:
+            hooks.append(layer.register_forward_hook(lambda _, __, output: -output))
+        elif hooks:
+            hooks.pop().remove()
+        for _ in range(2):
+            texts.append(text(medusa, inputs, **options))
+            assert torch.equal(texts[-1], text(model, inputs, **options))
+    assert not torch.equal(texts[0], texts[2])
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=["step", "forward"])
+@pytest.mark.parametrize("what", ["method", "class", "function", "setting"])
+def test_what_is_exchanged_and_gone(model: Any, what: str, options: dict[str, Any]) -> None:
+    """So that another may lie where it lay."""
+    layer = model.model.layers[0].mlp
+    usual = type(layer).forward
+    layer.scale, model.config.own_scale = torch.negative, 1.0
+    if what in ("function", "setting"):
+        layer.forward = lambda given: layer.scale(usual(layer, given)) * model.config.own_scale
+    medusa, inputs = with_heads(model), padded([0, 3], 12)
+    try:
+        for number in (0.5, 2.0, -1.0):
+            if what == "method":
+                layer.forward = lambda given, number=number: usual(layer, given) * number
+            elif what == "class":
+                type(layer).forward = lambda self, given, number=number: usual(self, given) * number
+            elif what == "function":
+                layer.scale = lambda given, number=number: given * number
+            else:
+                model.config.own_scale = number
+            assert torch.equal(text(medusa, inputs, **options), text(model, inputs, **options))
+    finally:
+        type(layer).forward = usual
+
+
+def test_new_kinds_of_processors_leave_others(model: Any, recorded: list[Any]) -> None:
+    medusa, inputs = with_heads(model), padded([0, 3], 12)
+    text(medusa, inputs)
+    for top_k in (5, 10):
+        text(medusa, inputs, do_sample=True, top_k=top_k)
+    before = len(recorded)
+    text(medusa, inputs, do_sample=True, top_k=5)
+    model.generation_config.temperature = 0.3  # of which greedy text knows nothing
+    text(medusa, inputs)
+    assert len(recorded) == before

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
 from torch import Tensor
 from transformers import MinPLogitsWarper
 
@@ -16,6 +16,7 @@ from medusa_heads import HeadsConfig, MedusaModel, TargetModel, new_heads
 from medusa_heads.errors import MedusaWarning
 from medusa_heads.inference.engine import device_loop
 from medusa_heads.inference.models import compiling
+from medusa_heads.inference.models.drafted import DraftedModel
 from medusa_heads.inference.models.hub_form import _HeldWeakly
 from medusa_heads.inference.models.training_free import TrainingFreeModel
 from medusa_heads.machine.recording import Recording
@@ -40,32 +41,6 @@ def model(tiny_llama: TinyLlama) -> Any:
     made = tiny_llama().to(DEVICE)
     made.generation_config.pad_token_id = 0
     return made
-
-
-@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=["step", "forward"])
-@pytest.mark.parametrize("change", ["adapter", "hook", "method"])
-def test_the_model_may_change(model: Any, change: str, options: dict[str, Any]) -> None:
-    """Between texts, by what is no weight."""
-    if change == "adapter":
-        settings: dict[str, Any] = {"init_lora_weights": False, "target_modules": ["down_proj"]}
-        model.add_adapter(LoraConfig(r=4, lora_alpha=32, **settings))
-    medusa, inputs = with_heads(model), padded([0, 3], 12)
-    layer, texts = model.model.layers[0].mlp, []
-    usual, negative = layer.forward, lambda *given: -usual(*given)
-    hooks: list[Any] = []
-    for other in (False, True, False):
-        if change == "adapter":
-            (model.disable_adapters if other else model.enable_adapters)()
-        elif change == "method":
-            layer.forward = negative if other else usual
-        elif other:
-            hooks.append(layer.register_forward_hook(lambda _, __, output: -output))
-        elif hooks:
-            hooks.pop().remove()
-        for _ in range(2):
-            texts.append(text(medusa, inputs, **options))
-            assert torch.equal(texts[-1], text(model, inputs, **options))
-    assert not torch.equal(texts[0], texts[2])
 
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=["step", "forward"])
@@ -114,7 +89,7 @@ def test_one_kind_of_processors_that_cannot_be_recorded(
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=["step", "forward"])
 def test_where_memory_is_short(
-    model: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    model: Any, recorded: list[Any], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """This text is decoded without recordings, and the next one asks again."""
     medusa, inputs = with_heads(model), padded([0, 3], 12)
@@ -126,6 +101,7 @@ def test_where_memory_is_short(
     monkeypatch.setattr(captured, "Recording", short)
     with pytest.warns(MedusaWarning, match="none left"):
         assert torch.equal(text(medusa, inputs, **options), text(model, inputs, **options))
+    assert len(recorded) == 1  # asked for once
     monkeypatch.setattr(captured, "Recording", make)
     for _ in range(2):
         assert torch.equal(text(medusa, inputs, **options), text(model, inputs, **options))
@@ -255,6 +231,44 @@ def test_views_of_one_model_in_two_threads(model: Any) -> None:
 def test_the_model_is_not_kept(model: Any) -> None:
     held = _HeldWeakly(model)
     assert compiling.usual_target(held) is held
+
+
+def test_a_text_within_a_text(model: Any, cache: Path) -> None:
+    """A streamer asks for another one of the same target, or measures it."""
+    medusa, inputs = with_heads(model), padded([0], 12)
+    other = TrainingFreeModel(medusa.target, "suffix")
+    expected = text(model, inputs)
+    made: list[Tensor] = []
+
+    class Asking:
+        def put(self, tokens: Tensor) -> None:
+            if tokens.shape[0] == 1 and len(made) < 2:
+                made.append(text(other, inputs))
+                MedusaModel(model, medusa.heads, tree="auto")
+
+        def end(self) -> None:
+            pass
+
+    assert torch.equal(text(medusa, inputs, streamer=Asking()), expected)
+    assert made and all(torch.equal(each, expected) for each in made)
+
+
+def test_a_draft_model_that_was_a_target(model: Any, tiny_llama: TinyLlama) -> None:
+    draft = TrainingFreeModel(tiny_llama(num_layers=1).to(DEVICE)).target
+    assert isinstance(draft, CapturedTarget)
+    inputs = padded([0, 3], 12)
+    for tree in ("chain:3", "auto"):
+        drafted = DraftedModel(model, draft, tree=tree)
+        assert torch.equal(text(drafted, inputs), text(model, inputs))
+
+
+def test_it_is_compiled_besides(model: Any) -> None:
+    """The hooks of the one are no obstacle to the other."""
+    medusa, inputs = with_heads(model), padded([0, 3], 12)
+    text(medusa, inputs)
+    options: dict[str, Any] = {"compile": True, "compile_backend": "eager", "tree": "7"}
+    compiled = MedusaModel(model, medusa.heads, **options)
+    assert torch.equal(text(compiled, inputs), text(model, inputs))
 
 
 def test_what_was_chosen_may_be_unchosen(model: Any) -> None:
