@@ -225,7 +225,7 @@ def standing(*roots: object) -> tuple[Any, ...]:
             found += [type(each), _number(type(each).forward)]
             attributes = vars(each)
             hooks = [hook for name in _HOOKS for hook in attributes[name].values()]
-            found += [_number(hook) for hook in hooks if not _is_own(hook)]
+            found += [_number(hook) for hook in hooks if not only_notes(hook)]
             left.extend(attributes[name] for name in sorted(attributes.keys() - _HOOKS))
         elif _is_looked_into(type(each)):
             attributes = getattr(each, "__dict__", {})
@@ -242,8 +242,9 @@ def _is_looked_into(kind: type) -> bool:
     return kind.__module__.startswith(_PACKAGES) or not names.isdisjoint(_CONFIGS)
 
 
-def _is_own(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith(_PACKAGES[0])
+def only_notes(hook: Any) -> bool:
+    """Whether a hook is ours or transformers' own, which note what passes and change nothing."""
+    return str(getattr(hook, "__module__", "")).startswith(("medusa_heads", "transformers."))
 
 
 _numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()

@@ -20,7 +20,7 @@ from medusa_heads.agreement import TOLERANCE, is_half, relative_error
 from medusa_heads.errors import MedusaWarning, first_line
 from medusa_heads.machine.devices import free_memory
 from medusa_heads.machine.graphs import look
-from medusa_heads.machine.recording import Recording, memory_pool, records, standing
+from medusa_heads.machine.recording import Recording, memory_pool, only_notes, records, standing
 from medusa_heads.target.attention import recorded_tree_attention
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.features import CapturedHere
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Made = TypeVar("Made")
-
-_OWN = ("medusa_heads", "transformers.")  # whose hooks note what passes, and change nothing
 
 
 def captures(target: TargetModel) -> bool:
@@ -65,7 +63,7 @@ class CapturedTarget(CompiledTarget):
     """
 
     _stacked = True
-    _captures = CapturedHere
+    _captured_kind = CapturedHere
 
     def __init__(self, model: PreTrainedModel, features: tuple[int, ...] = ()) -> None:
         # By its cache, for good; by shapes.
@@ -211,7 +209,7 @@ class CapturedTarget(CompiledTarget):
 def _has_hooks(module: torch.nn.Module) -> bool:
     """Of others than ours: whatever they do, recordings do without it."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return not all(str(getattr(hook, "__module__", "")).startswith(_OWN) for hook in hooks)
+    return not all(map(only_notes, hooks))
 
 
 class _Forward:

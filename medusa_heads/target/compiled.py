@@ -56,7 +56,7 @@ class CompiledTarget(TargetModel):
     """
 
     _stacked = False  # the rows of many layers in one tensor
-    _captures: type[Captured] = Captured
+    _captured_kind: type[Captured] = Captured
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class CompiledTarget(TargetModel):
         self._views: dict[tuple[tuple[int, ...], bool], CompiledTarget] = {}
         self._caches: dict[tuple[Any, ...], StaticRowCache] = {}
         self._compared: set[tuple[int | None, ...]] = set()  # graphs: rows, tokens, capacity
-        self._captured = self._captures()
+        self._captured = self._captured_kind()
         self.lock = RLock()  # of whoever decodes: one text at a time has its cache
         # Within a text, what has been read before: through which graphs.
         self._calls: dict[Any, Callable[[list[Tensor]], list[Tensor]]] | None = None
