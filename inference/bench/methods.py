@@ -9,6 +9,7 @@ draft-model, draft-model:TREE   the draft models on this engine; trees as in pla
 and the names in models/training_free.py, of drafters that no training made
 One of the last three kinds with +compile behind it: verified through torch.compile
 with +steps instead: whole steps go through it, drafting too, wherever they can
+with +kernels instead: on a GPU, recorded with small operations compiled into fewer kernels
 with +stream, before that: tokens are drawn by transformers' own random stream
 heads or a drafter with +corpus, before both: continues the corpus that was given, too
 """
@@ -25,7 +26,7 @@ from medusa_heads.inference.bench.timed_run import Method
 from medusa_heads.inference.engine.noise import Rng
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
 from medusa_heads.inference.models.assisted import AssistedModel
-from medusa_heads.inference.models.compiling import usual_target
+from medusa_heads.inference.models.compiling import compiled_target, usual_target
 from medusa_heads.inference.models.drafted import DEFAULT_DEPTH, DraftedModel
 from medusa_heads.inference.models.medusa import MedusaModel
 from medusa_heads.inference.models.training_free import (
@@ -47,7 +48,11 @@ PROMPT_LOOKUP = "transformers-prompt-lookup"
 ASSISTED = "transformers-assisted"
 HEADS = "heads"
 DRAFT_MODEL = "draft-model"
-COMPILE, STEPS = "+compile", "+steps"  # behind the name of a method of this engine
+COMPILE, STEPS, KERNELS = (
+    "+compile",
+    "+steps",
+    "+kernels",
+)  # behind the name of a method of this engine
 STREAM = "+stream"  # likewise, and before these
 CORPUS = "+corpus"  # likewise, and before +stream
 # The draft length that transformers' documentation uses for prompt lookup.
@@ -78,6 +83,11 @@ class Models:
         """The same for those that compile whole steps."""
         return CompiledTarget(self.target.model, whole_steps=True)
 
+    @cached_property
+    def in_kernels(self) -> TargetModel:
+        """The same for those whose steps are recorded with fewer kernels."""
+        return compiled_target(self.target, "kernels", "inductor")
+
 
 class _Parts(NamedTuple):
     """A name taken apart: `heads:8+corpus+compile` is of the kind `heads`, with the tree `8`."""
@@ -87,7 +97,7 @@ class _Parts(NamedTuple):
     tree: str
     corpus: bool
     rng: Rng
-    compiled: str  # COMPILE, STEPS, or nothing
+    compiled: str  # COMPILE, STEPS, KERNELS, or nothing
 
     @property
     def needs(self) -> list[str]:
@@ -98,7 +108,7 @@ class _Parts(NamedTuple):
 
 
 def _parts(name: str) -> _Parts:
-    compiled = next((end for end in (COMPILE, STEPS) if name.endswith(end)), "")
+    compiled = next((end for end in (COMPILE, STEPS, KERNELS) if name.endswith(end)), "")
     drawn = name.removesuffix(compiled)
     drafter = drawn.removesuffix(STREAM)
     drafts = drafter.removesuffix(CORPUS)
@@ -194,7 +204,11 @@ def make_method(name: str, models: Models, *, most_tokens: int) -> Method:
     if parts.kind.startswith("early_exit"):
         target = models.target
     else:
-        targets = {COMPILE: lambda: models.compiled, STEPS: lambda: models.in_steps}
+        targets: dict[str, Callable[[], TargetModel]] = {
+            COMPILE: lambda: models.compiled,
+            STEPS: lambda: models.in_steps,
+            KERNELS: lambda: models.in_kernels,
+        }
         target = targets.get(parts.compiled, lambda: models.usual)()
     corpus = models.corpus if parts.corpus else None
     model: AssistedModel

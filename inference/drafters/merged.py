@@ -270,7 +270,9 @@ class _TextsOnDevice:
         _learn(counts_2G, self._last, following_BP, state.fresh_B)
         ahead_P = torch.arange(following_BP.shape[1], device=following_BP.device)
         places_BP = state.lengths_B[:, None] + 1 - fresh_B1 + ahead_P
-        self._ids_BC.scatter_(1, places_BP.where(ahead_P < fresh_B1, self._capacity), following_BP)
+        new_BP = ahead_P < fresh_B1
+        places_BP, ids_BP = places_BP.where(new_BP, self._capacity), following_BP.where(new_BP, 0)
+        self._ids_BC.scatter_(1, places_BP, ids_BP)
         found = continuation(self._ids_BC, state.lengths_B, state.padding_B, self._most)
         for kept, new in zip(self._last, found, strict=True):
             kept.copy_(new)

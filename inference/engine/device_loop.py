@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -39,6 +40,16 @@ from medusa_heads.trees.dynamic_tree import likeliest
 
 _MOST_RECORDED = 32  # steps of one drafter and state: numbers of nodes, kinds of processors
 
+
+@dataclass
+class _Recorded:
+    stands: tuple[Any, ...]  # what must stand for it to serve
+    recording: Recording
+    before: _Recorded | None = None  # which it takes the place of, and which serves where it fails
+    serves: bool = False
+    is_last: bool = False  # nothing takes its place
+
+
 Step = Callable[[CompiledTarget, Drafter, DeviceState, int, int | None], None]
 
 
@@ -64,9 +75,9 @@ class DeviceLoop:
         self._states: WeakKeyDictionary[StaticRowCache, dict[Any, DeviceState]] = (
             WeakKeyDictionary()
         )
-        # By the state's shapes, with what must stand for it to serve, and whether it does.
+        # By the state's shapes.
         self._recorded: WeakKeyDictionary[
-            DeviceState, WeakKeyDictionary[Drafter, dict[Any, tuple[Any, Recording, bool]]]
+            DeviceState, WeakKeyDictionary[Drafter, dict[Any, _Recorded]]
         ] = WeakKeyDictionary()
         self._unrecorded: set[Any] = set()  # of one text
         self._buckets: WeakKeyDictionary[
@@ -187,30 +198,40 @@ class DeviceLoop:
         if not target.compiles or key in self._unrecorded:
             step()
             return None
-        stands, recording, serves = known.get(key, (None, None, False))
-        if recording is None or stands != standing(drafter, *state.parts):
+        one = known.get(key)
+        if one is None or one.stands != standing(drafter, *state.parts):
             step()
             if len(known) == _MOST_RECORDED:
                 del known[next(iter(known))]
             if (recording := target.recording(step)) is not None:
-                known[key] = standing(drafter, *state.parts), recording, False
+                stands = standing(drafter, *state.parts)
+                known[key] = _Recorded(stands, recording, is_last=not target.compiles_parts)
             else:
                 self._unrecorded.add(key)
                 if not target.lacked_memory:  # then forwards alone are, from the next text on
                     self._fails.setdefault(drafter, set()).add(kinds(state.processors))
             return None
-        if serves:
-            recording.replay()
-            return recording.replay
-        agrees = recording.agrees(step)
-        if agrees:
-            known[key] = stands, recording, True
-            return recording.replay
-        del known[key]
-        self._unrecorded.add(key)
-        if agrees is not None:  # there was memory to compare
-            self._fails.setdefault(drafter, set()).add(kinds(state.processors))
-            target.warn("a recorded step has not done what the step itself does")
+        if one.serves and not one.is_last:
+            one.is_last = True
+            program = target.with_compiled_parts(step)
+            if program and (recording := target.recording(program)) is not None:
+                known[key] = _Recorded(one.stands, recording, before=one, is_last=True)
+            return None
+        if one.serves:
+            one.recording.replay()
+            return one.recording.replay
+        if agrees := one.recording.agrees(step):
+            one.serves, one.before = True, None
+            return one.recording.replay if one.is_last else None
+        if agrees is False and one.before is not None:
+            known[key] = one.before
+        elif agrees is False:
+            del known[key]
+            self._unrecorded.add(key)
+            if agreements := one.recording.agreements:  # or there was no memory to compare
+                self._fails.setdefault(drafter, set()).add(kinds(state.processors))
+                said = ", ".join(f"{agreement:.3f}" for agreement in agreements)
+                target.warn(f"a recorded step has not done what the step itself does: {said} of it")
         return None
 
     def _buckets_of(

@@ -187,7 +187,8 @@ class DeviceState(DecodingState):
         taken_BA = open_BA & (columns_A < length_B1.minimum(self.most_B[:, None]))
         count_B1 = taken_BA.sum(dim=1, keepdim=True)
         place_BA = (written_B1 + columns_A).where(taken_BA, self._capacity)
-        self.out_BT.scatter_(1, place_BA, tokens_BA)
+        # What is of no row is one number, or which of them stands there nobody could tell.
+        self.out_BT.scatter_(1, place_BA, tokens_BA.where(taken_BA, NO_TOKEN))
         self.steps_A.add_((columns_A == count_B1 - 1).sum(dim=0))
         self.forwards.add_((count_B1 > 0).any())
 

@@ -15,16 +15,17 @@ from medusa_heads.target.captured import CapturedTarget, as_it_is, captures
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 
-Compile: TypeAlias = bool | Literal["auto", "steps", "capture"]
+Compile: TypeAlias = bool | Literal["auto", "steps", "capture", "kernels"]
 
-_WORDS = (None, False, True, "auto", "steps", "capture")
+_WORDS = (None, False, True, "auto", "steps", "capture", "kernels")
+_RECORDED = ("capture", "kernels")
 
 
 def check_compile(compile: Compile | None, deterministic: bool = False) -> None:
     """Raises ValueError: no such way, or one that goes by clocks for what shall not."""
     if compile not in _WORDS:
         raise ValueError(
-            f"compile must be True, False, 'auto', 'steps' or 'capture', got {compile!r}"
+            f"compile must be True, False, 'auto', 'steps', 'capture' or 'kernels', got {compile!r}"
         )
     if deterministic and compile == "auto":
         raise ValueError(
@@ -60,19 +61,24 @@ def compiled_target(
     target: TargetModel, compile: Compile, backend: str | Callable[..., object]
 ) -> TargetModel:
     """The same, run this way; `"auto"` begins without. Raises ValueError: it cannot be captured."""
-    if compile != "capture":
+    if compile not in _RECORDED or (compile == "kernels") != _compiles_parts(target):
         target = as_it_is(target)  # recordings, for which nobody may have asked
     if isinstance(target, CompiledTarget) or compile in (False, "auto"):
         return target
-    if compile != "capture":
+    if compile not in _RECORDED:
         # One graph over a cache of fixed size, replayed as a CUDA graph on a GPU.
         return CompiledTarget(target.model, backend, target.features, compile == "steps")
     if not captures(target):
         raise ValueError(
-            "compile='capture' records steps of a target that lies as it is on one NVIDIA GPU, and "
-            f"this one is on {target.device}: leave compile out"
+            f"compile={compile!r} records steps of a target that lies as it is on one NVIDIA GPU, "
+            f"and this one is on {target.device}: leave compile out"
         )
-    return CapturedTarget(target.model, target.features)
+    parts = backend if compile == "kernels" else None
+    return CapturedTarget(target.model, target.features, parts)
+
+
+def _compiles_parts(target: TargetModel) -> bool:
+    return isinstance(target, CapturedTarget) and target.compiles_parts
 
 
 class Unrecorded:

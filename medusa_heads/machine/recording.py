@@ -18,15 +18,18 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from medusa_heads.agreement import TOLERANCE, is_half
 from medusa_heads.machine.graphs import nothing_collected
-from medusa_heads.machine.host import UNSEEN, asks
+from medusa_heads.machine.host import UNSEEN
+from medusa_heads.machine.programs import Program
+from medusa_heads.machine.watched import Watched
 
 _PACKAGES = ("medusa_heads", "transformers.generation")  # whose objects' attributes are looked at
 _MOST_COMPARED = 1 << 28  # bytes
+# It is compared with its function until both say the same, and so often at most. Compiled parts
+# round in another way, which may tip one of many rows, and little else.
+_COMPARED, _NEARLY = 3, 0.8
 _CONFIGS = {"PretrainedConfig", "PreTrainedConfig"}
 _HOOKS = {"_forward_hooks", "_forward_pre_hooks"}
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
@@ -43,22 +46,33 @@ class Recording:
     Args:
         function: what it reads lies where it lies for good. It must not wait for the GPU, nor move
             numbers from the host there. It is called once, without an effect, and should have been
-            called before: what it prepares is not recorded.
+            called before: what it prepares is not recorded. Or a program, which has been watched.
         device: the GPU.
         pool: of `memory_pool`, for what it makes; recordings of one pool are replayed one by one,
             and what one has returned is used up before the next.
 
     Attributes:
         result: what the function returned: tensors whose content the last replay wrote.
+        agreements: of how many numbers it has said what the function said, from 0 to 1, whenever
+            that was asked.
 
     Raises:
         RuntimeError: something in the function cannot be recorded.
     """
 
     def __init__(self, function: Callable[[], Any], device: torch.device, pool: Any) -> None:
-        watched = _Watched()
-        with self._recorded(device, pool), watched, _NothingRead():
-            self.result = function()
+        self.agreements: list[float] = []
+        self.result: Any
+        self._least = 1.0
+        if isinstance(function, Program):  # compiled parts are not seen, and ask nobody
+            watched: Program | Watched = function
+            self._least = _NEARLY
+            with self._recorded(device, pool):
+                self.result = function()
+        else:
+            watched = Watched()
+            with self._recorded(device, pool), watched, _NothingRead():
+                self.result = function()
         self._held = watched.held
         self._written = {
             address: torch.empty(0, dtype=dtype, device=device).set_(watched.held[address])
@@ -97,8 +111,18 @@ class Recording:
 
     def agrees(self, function: Callable[[], Any]) -> bool | None:
         """Do it again, and call the function from where that began; which is what counts then.
-        Returns whether both have written the same, large caches left out: what is read of these is
-        written again by the function first. None where there is no memory to compare."""
+        Returns whether the recording does what the function does; None where that is to be asked
+        once more. Without memory to compare it does not, and there is no further agreement."""
+        if (agreement := self._agreement(function)) is None:
+            return False
+        self.agreements.append(agreement)
+        if agreement == 1.0:
+            return True
+        return None if len(self.agreements) < _COMPARED else min(self.agreements) >= self._least
+
+    def _agreement(self, function: Callable[[], Any]) -> float | None:
+        """Of how many of the numbers that either changed both say the same. Large caches are left
+        out: what is read of these is written again by the function first."""
         written = [each for each in self._written.values() if each.nbytes <= _MOST_COMPARED]
         before: list[Tensor] = []
         replayed: list[Tensor] = []
@@ -115,16 +139,24 @@ class Recording:
         if len(replayed) < len(written):
             return None
         try:
-            return all(map(_same, replayed, written))
+            counts = [_differing(*each) for each in zip(replayed, written, before, strict=True)]
         except torch.OutOfMemoryError:
             return None
+        changed = sum(count for count, _ in counts)
+        return 1.0 - sum(count for _, count in counts) / max(changed, 1)
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    differs = (one - other).where(one != other, 0.0).float().nan_to_num().norm()
-    return bool(differs <= TOLERANCE[is_half(one.dtype)] * other.float().nan_to_num().norm())
+def _differing(one: Tensor, other: Tensor, before: Tensor) -> tuple[int, int]:
+    """How many numbers either changed, and of how many they do not say the same."""
+    differs = one != other
+    changed = int((differs | (other != before)).sum())
+    if one.is_floating_point():
+        off = (one - other).where(differs, 0.0).float().nan_to_num()
+        allowed = TOLERANCE[is_half(one.dtype)] * other.float().nan_to_num().norm()
+        # Numbers that are off by little are the same, and so are many that are by next to nothing.
+        share = allowed / max(one.numel(), 1) ** 0.5
+        differs = (off.abs() > share) & (off.norm() > allowed)
+    return changed, int(differs.sum())
 
 
 def _repair(device: torch.device, pool: Any) -> None:
@@ -144,43 +176,6 @@ def memory_pool() -> Any:
     return torch.cuda.graph_pool_handle()
 
 
-class _Watched(TorchDispatchMode):
-    """What happens within, to memory that was there before. Raises RuntimeError before something is
-    done that no GPU records, so that nothing is broken by it.
-
-    Attributes:
-        held: that memory, by its address: as long as this is kept, nobody else gets it.
-        written: by the addresses of what is written to of it, the kind of its numbers.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held: dict[int, Any] = {}
-        self.written: dict[int, torch.dtype] = {}
-        self._made: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if asks(func, args, kwargs) is not None:
-            raise RuntimeError(f"{func} asks the host")
-        for leaf in _tensors((args, kwargs)):
-            storage = leaf.untyped_storage()
-            if storage.data_ptr() not in self._made:
-                self.held[storage.data_ptr()] = storage
-        for place, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = args[place] if place < len(args) else kwargs.get(argument.name)
-                for leaf in _tensors(given):
-                    if (address := leaf.untyped_storage().data_ptr()) in self.held:
-                        self.written.setdefault(address, leaf.dtype)
-        result = func(*args, **kwargs)
-        made = {leaf.untyped_storage().data_ptr() for leaf in _tensors(result)}
-        self._made |= made - self.held.keys()
-        return result
-
-
 class _NothingRead(TorchFunctionMode):
     """Refuses what no dispatcher sees before it is done."""
 
@@ -190,10 +185,6 @@ class _NothingRead(TorchFunctionMode):
         if func in UNSEEN or func in (torch.tensor, torch.as_tensor, torch.from_numpy):
             raise RuntimeError(f"{func.__name__} asks the host")
         return func(*args, **(kwargs or {}))
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
 def standing(*roots: object) -> tuple[Any, ...]:

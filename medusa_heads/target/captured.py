@@ -20,6 +20,7 @@ from medusa_heads.agreement import TOLERANCE, is_half, relative_error
 from medusa_heads.errors import MedusaWarning, first_line
 from medusa_heads.machine.devices import free_memory
 from medusa_heads.machine.graphs import look
+from medusa_heads.machine.programs import Program, traced
 from medusa_heads.machine.recording import Recording, memory_pool, only_notes, records, standing
 from medusa_heads.target.attention import recorded_tree_attention
 from medusa_heads.target.compiled import CompiledTarget
@@ -56,6 +57,10 @@ class CapturedTarget(CompiledTarget):
     """A target that verifies trees over a cache of fixed size, as a CompiledTarget does, by CUDA
     graphs of its own kernels. Where something in it cannot be recorded, it goes on without.
 
+    Args:
+        parts: a backend of torch.compile, by which small operations that come again and again
+            become one kernel; None: they stay as they are.
+
     Attributes:
         gave_up: a forward of it could not be recorded.
         is_decoding: a text, which has its cache.
@@ -65,7 +70,14 @@ class CapturedTarget(CompiledTarget):
     _stacked = True
     _captured_kind = CapturedHere
 
-    def __init__(self, model: PreTrainedModel, features: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        features: tuple[int, ...] = (),
+        parts: str | Callable[..., Any] | None = None,
+    ) -> None:
+        self._parts = parts
+        self._known: dict[str, Any] = {}  # what has been compiled
         # By its cache, for good; by shapes.
         self._recorded: WeakKeyDictionary[StaticRowCache, dict[Any, _Forward]] = WeakKeyDictionary()
         self._stands: tuple[Any, ...] = ()
@@ -119,7 +131,7 @@ class CapturedTarget(CompiledTarget):
             captured.thread = None
 
     def _like(self, features: tuple[int, ...]) -> CompiledTarget:
-        return CapturedTarget(self.model, features)
+        return CapturedTarget(self.model, features, self._parts)
 
     def in_one_graph(self, function: Callable[..., Made]) -> Callable[..., Made]:
         """The function, to be called by `run`."""
@@ -143,6 +155,28 @@ class CapturedTarget(CompiledTarget):
                 if cache.held_bytes:
                     _slot_bytes[self.model] = cache.held_bytes / (rows * capacity)
         return made
+
+    @property
+    def compiles_parts(self) -> bool:
+        """Whether recordings are of compiled parts, where they can be."""
+        return self._parts is not None
+
+    def with_compiled_parts(self, function: Callable[[], Any]) -> Program | None:
+        """Call a function, and return the same with its parts compiled; None where no compiler
+        works, which a warning says, and then nothing is compiled any more."""
+        assert self._parts is not None
+        program = traced(function)
+        try:
+            return program.compiled(_backend(self._parts), self._known)
+        # A compiler may fail in ways of its own.
+        except Exception as error:
+            self._parts = None
+            warnings.warn(
+                f"decoding goes on by kernels as they are: {first_line(error)}",
+                MedusaWarning,
+                stacklevel=2,
+            )
+            return None
 
     def recording(self, function: Callable[[], Any]) -> Recording | None:
         """Of a function that has been called; None where it cannot be recorded, which a warning
@@ -194,16 +228,30 @@ class CapturedTarget(CompiledTarget):
             logits_BNV = self._checked(there)
             return [logits_BNV, *self._captured.tensors(self.features)]
 
-        if (recording := self.recording(forward)) is None:
-            return None
-        if not isinstance(inputs["past_key_values"], StaticRecurrentCache):
-            recording.replay()  # whose states would read these tokens twice
-            for got, known in zip(recording.result, expected, strict=True):
-                got_TV, known_TV = (each.flatten(0, -2).float() for each in (got, known))
-                if relative_error(got_TV, known_TV) > TOLERANCE[is_half(self.dtype)]:
-                    self.warn("a recorded forward says something else than the model")
-                    return None
-        return _Forward(recording, places)
+        recurrent = isinstance(inputs["past_key_values"], StaticRecurrentCache)
+        functions: list[Callable[[], list[Tensor]]] = [forward]
+        # States would read these tokens twice.
+        if self.compiles_parts and not recurrent:
+            functions = [each for each in (self.with_compiled_parts(forward), forward) if each]
+        for function in functions:
+            if (recording := self.recording(function)) is None:
+                return None
+            if recurrent:
+                return _Forward(recording, places)
+            recording.replay()
+            if all(map(self._agree, recording.result, expected)):
+                return _Forward(recording, places)
+        self.warn("a recorded forward says something else than the model")
+        return None
+
+    def _agree(self, got: Tensor, expected: Tensor) -> bool:
+        got_TV, expected_TV = (each.flatten(0, -2).float() for each in (got, expected))
+        return relative_error(got_TV, expected_TV) <= TOLERANCE[is_half(self.dtype)]
+
+
+def _backend(parts: str | Callable[..., Any]) -> Callable[..., Any]:
+    found: Callable[..., Any] = torch._dynamo.lookup_backend(parts)
+    return found
 
 
 def _has_hooks(module: torch.nn.Module) -> bool:

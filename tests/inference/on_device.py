@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from medusa_heads import HeadsConfig, MedusaModel, new_heads
 from medusa_heads.config import RankPath
@@ -96,3 +97,36 @@ def planted(model: Any, inputs: Any, truth: Sequence[int]) -> PlantedOnDevice:
     length = inputs["input_ids"].shape[1]
     options = {"do_sample": False, "max_new_tokens": NEW + 9, **inputs}
     return PlantedOnDevice(reference(model, **options)[:, length:].tolist(), truth)
+
+
+class Placed(TorchDispatchMode):
+    """Finds what is written to one place twice, and differs: which of both stays there, nobody can
+    tell of a GPU, and a step that is taken again may leave the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.twice = 0, list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind, given = func.overloadpacket, args
+        if kind is torch.ops.aten.scatter_:
+            into, dim, index, source = given[:4]
+            other = torch.scatter(into, dim, index.flip(dim), source.flip(dim))
+            self._compare(func, torch.scatter(into, dim, index, source), other)
+        elif kind is torch.ops.aten.index_put_:
+            into, places, source = given[:3]
+            places = [place for place in places if place is not None]
+            joint = torch.broadcast_tensors(*places)
+            flat = torch.stack([each.flatten() for each in joint], dim=1)
+            if source.ndim and source.shape[: joint[0].ndim] == joint[0].shape:
+                rows = source.flatten(0, joint[0].ndim - 1)
+                _, group = flat.unique(dim=0, return_inverse=True)
+                last = torch.zeros(int(group.max()) + 1, dtype=torch.long)
+                last[group] = torch.arange(len(group))
+                self._compare(func, rows[last[group]], rows)
+        return func(*args, **(kwargs or {}))
+
+    def _compare(self, func: Any, one: Tensor, other: Tensor) -> None:
+        self.count += 1
+        if not torch.equal(one.nan_to_num(), other.nan_to_num()):
+            self.twice.append(str(func))

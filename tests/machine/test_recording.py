@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import TemperatureLogitsWarper
 
+from medusa_heads.machine.programs import traced
 from medusa_heads.machine.recording import Recording, memory_pool, records, standing
 from medusa_heads.trees.tree import TreeShape
 from tests.conftest import DEVICE
+from tests.replayed import Replayed
 
 on_a_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="there is no GPU")
 
@@ -138,17 +140,28 @@ def test_what_asks_the_host_is_refused(seen: bool) -> None:
     assert number.tolist() == [2.0, 2.0, 2.0]
 
 
-@on_a_gpu
-def test_it_is_compared_with_the_function() -> None:
-    total, kept = torch.zeros(3, device=DEVICE), torch.zeros(3, device=DEVICE)
-    factor = [1.0]
+@pytest.mark.parametrize("compiled", [False, True])
+def test_it_is_compared_with_the_function(compiled: bool) -> None:
+    """Until both say the same, and three times at most; then a tenth of the numbers may be others
+    where parts are compiled."""
+    many, few, much, little = (torch.zeros(n, device=DEVICE) for n in (18, 2, 1, 1))
+    by = [1.0, 1.0]
 
     def step() -> None:
-        total.add_(1.0)
-        kept.add_(factor[0])
+        many.add_(much + by[0])
+        few.add_(little + by[1])
 
-    recording = Recording(step, total.device, memory_pool())
-    assert recording.agrees(step)
-    factor[0] = 2.0
-    assert not recording.agrees(step)
-    assert total.tolist() == [2.0] * 3 and kept.tolist() == [3.0] * 3  # the function's
+    kind, pool = (Replayed, None) if DEVICE == "cpu" else (Recording, memory_pool())
+    step()
+    same, nearly, far = (
+        kind(traced(step) if compiled else step, many.device, pool) for _ in range(3)
+    )
+    assert same.agrees(step) is True and same.agreements == [1.0]
+    by[1], before = 2.0, (float(many[0]), float(few[0]))
+    assert [nearly.agrees(step) for _ in range(3)] == [None, None, compiled]
+    assert nearly.agreements == pytest.approx([0.9] * 3)
+    assert many.tolist() == [before[0] + 3.0] * 18  # the function's
+    assert few.tolist() == [before[1] + 6.0] * 2
+    by[0] = 2.0
+    assert [far.agrees(step) for _ in range(3)] == [None, None, False]
+    assert far.agreements == [0.0] * 3

@@ -10,6 +10,8 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from medusa_heads import MedusaModel
+from medusa_heads.errors import MedusaWarning
 from medusa_heads.inference.engine import device_loop
 from medusa_heads.inference.models.drafted import DraftedModel
 from medusa_heads.inference.models.training_free import TrainingFreeModel
@@ -219,3 +221,48 @@ def test_new_kinds_of_processors_leave_others(model: Any, recorded: list[Any]) -
     model.generation_config.temperature = 0.3  # of which greedy text knows nothing
     text(medusa, inputs)
     assert len(recorded) == before
+
+
+@pytest.mark.parametrize("tree", ["auto", "7"])
+@pytest.mark.parametrize("options", [{}, SAMPLING, {"repetition_penalty": 1.3}], ids=str)
+def test_compiled_parts(tiny_llama: TinyLlama, tree: str, options: dict[str, Any]) -> None:
+    """A step is recorded as it is, and then with fewer kernels, found to do the same."""
+    model = tiny_llama(num_hidden_layers=5).to(DEVICE)
+    model.generation_config.pad_token_id = 0
+    made: list[Any] = []
+
+    def backend(module: Any, examples: Any) -> Any:
+        made.append(module)
+        return module
+
+    inputs, heads = padded([0, 3], 12), with_heads(model).heads
+    medusa = MedusaModel(model, heads, tree=tree, compile="kernels", compile_backend=backend)
+    expected = text(uncaptured(medusa), inputs, **options)
+    for _ in range(3):
+        assert torch.equal(text(medusa, inputs, **options), expected)
+    assert made
+    if "repetition_penalty" in options:  # forwards alone are recorded
+        return
+    recorded = device_loop._loops[medusa.target]._recorded.values()
+    steps = [one for drafters in recorded for known in drafters.values() for one in known.values()]
+    assert steps and all(one.serves and one.is_last for one in steps)
+
+
+@pytest.mark.parametrize("fails", ["raises", "lies"])
+def test_parts_that_cannot_be_compiled(tiny_llama: TinyLlama, fails: str) -> None:
+    """Their kernels stay as they are, recorded."""
+    model = tiny_llama(num_hidden_layers=5).to(DEVICE)
+    model.generation_config.pad_token_id = 0
+
+    def backend(module: Any, examples: Any) -> Any:
+        if fails == "raises":
+            raise RuntimeError("no compiler here")
+        return lambda *given: [each * 2 for each in module(*given)]
+
+    inputs, heads = padded([0, 3], 12), with_heads(model).heads
+    medusa = MedusaModel(model, heads, tree="7", compile="kernels", compile_backend=backend)
+    expected = reference(model, do_sample=False, max_new_tokens=NEW, **inputs)
+    with pytest.warns(MedusaWarning, match="goes on by kernels as they are"):
+        assert torch.equal(text(medusa, inputs), expected)
+    assert torch.equal(text(medusa, inputs), expected)
+    assert medusa.last_stats.seconds["step"]

@@ -95,6 +95,9 @@ class DecodingArguments(DraftingArguments):
     compile_steps: bool = flag(
         False, "Compile whole steps, drafting too: for GPUs, the first text is slower still."
     )
+    compile_kernels: bool = flag(
+        False, "On a GPU, compile small operations alone and record steps: ready in seconds."
+    )
     capture: bool = flag(True, "On a GPU, record steps as CUDA graphs where nothing is compiled.")
     max_new_tokens: int = flag(128, "Most tokens that are generated.")
     do_sample: bool = flag(False, "Sample; so do temperature, top_k, top_p, min_p and typical_p.")
@@ -138,6 +141,7 @@ def _compile(arguments: DecodingArguments) -> Any:
         (arguments.compile, "--compile", True),
         (arguments.compile_late, "--compile_late", "auto"),
         (arguments.compile_steps, "--compile_steps", "steps"),
+        (arguments.compile_kernels, "--compile_kernels", "kernels"),
     ]
     given = [(name, value) for wanted, name, value in asked if wanted]
     if len(given) > 1:

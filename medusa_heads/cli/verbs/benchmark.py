@@ -180,6 +180,7 @@ def _plan(arguments: BenchmarkArguments, has_heads: bool) -> Plan:
         CORPUS,
         DRAFT_MODEL,
         HEADS,
+        KERNELS,
         STEPS,
         STREAM,
     )
@@ -194,7 +195,7 @@ def _plan(arguments: BenchmarkArguments, has_heads: bool) -> Plan:
                 names.append(drafts + CORPUS + behind + stream)
             if arguments.draft_model:
                 names.append(DRAFT_MODEL)
-        ends = map("".join, product(("", CORPUS), ("", STREAM), ("", COMPILE, STEPS)))
+        ends = map("".join, product(("", CORPUS), ("", STREAM), ("", COMPILE, STEPS, KERNELS)))
         treed = {HEADS + end: f"{HEADS}:{arguments.tree}{end}" for end in ends}
         return tuple(treed.get(name, name) for name in names)
 

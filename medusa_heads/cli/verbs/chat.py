@@ -149,6 +149,7 @@ class Session:
             "compile",
             "compile_late",
             "compile_steps",
+            "compile_kernels",
             "capture",
             "draft_model",
             *get_type_hints(ModelArguments),

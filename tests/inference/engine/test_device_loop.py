@@ -29,6 +29,7 @@ from tests.inference.on_device import (
     LATE,
     NEW,
     SAMPLING,
+    Placed,
     PlantedOnDevice,
     drawn_planted,
     planted,
@@ -187,6 +188,17 @@ def test_recycled_trees(model: Any, medusa: MedusaModel) -> None:
         if padding == [0]:
             assert accepted[:2] == accepted[2:]
             assert max(accepted[0]) > 0 and max(accepted[1]) > 0
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the last of several is last on a CPU alone")
+@pytest.mark.parametrize("tree", ["auto", "7", "dynamic:9"])
+@pytest.mark.parametrize("options", [{}, SAMPLING], ids=["greedy", "drawn"])
+def test_nothing_is_written_twice(medusa: MedusaModel, tree: str, options: Any) -> None:
+    medusa.use_tree(tree)
+    with Placed() as placed:
+        text(medusa, padded([0, 3, 7], 12), max_new_tokens=NEW, **options)
+    assert "step" in medusa.last_stats.seconds
+    assert placed.count and not placed.twice
 
 
 WINDOWS: dict[str, PreTrainedConfig] = {

@@ -161,10 +161,10 @@ def test_weights_are_not_kept(model: Any) -> None:
 def recordings(medusa: MedusaModel) -> list[Any]:
     target: Any = medusa.target
     of_steps = [
-        recording
+        one.recording
         for drafters in device_loop._loops[target]._recorded.values()
         for known in drafters.values()
-        for _, recording, _ in known.values()
+        for one in known.values()
     ]
     of_forwards = [one._recording for known in target._recorded.values() for one in known.values()]
     return [*of_steps, *of_forwards]

@@ -1,0 +1,54 @@
+"""What is done to tensors within a block, watched by who records it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from medusa_heads.machine.host import asks
+
+
+class Watched(TorchDispatchMode):
+    """What happens within, to memory that was there before. Raises RuntimeError before something is
+    done that no GPU records, so that nothing is broken by it.
+
+    Attributes:
+        held: that memory, by its address: as long as this is kept, nobody else gets it.
+        written: by the addresses of what is written to of it, the kind of its numbers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[int, Any] = {}
+        self.written: dict[int, torch.dtype] = {}
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if asks(func, args, kwargs) is not None:
+            raise RuntimeError(f"{func} asks the host")
+        for leaf in _tensors((args, kwargs)):
+            storage = leaf.untyped_storage()
+            if storage.data_ptr() not in self._made:
+                self.held[storage.data_ptr()] = storage
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[place] if place < len(args) else kwargs.get(argument.name)
+                for leaf in _tensors(given):
+                    if (address := leaf.untyped_storage().data_ptr()) in self.held:
+                        self.written.setdefault(address, leaf.dtype)
+        result = func(*args, **kwargs)
+        made = {leaf.untyped_storage().data_ptr() for leaf in _tensors(result)}
+        self._made |= made - self.held.keys()
+        return result
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))

@@ -1,0 +1,142 @@
+"""What a function did, done again, and its small operations compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from medusa_heads.machine.programs import Program, traced
+
+LAYERS = 6
+
+
+def layers(x_ND: Tensor, weights: list[Tensor], kept_LND: Tensor) -> Callable[[], list[Tensor]]:
+    """Layers, each with a norm, a product and what it keeps, of what lies where it lies."""
+
+    def run() -> list[Tensor]:
+        hidden_ND = x_ND * 2.0
+        for layer, weight_DD in enumerate(weights):
+            squares_N1 = hidden_ND.pow(2).mean(dim=-1, keepdim=True)
+            normed_ND = hidden_ND * torch.rsqrt(squares_N1 + 1e-6)
+            kept_LND[layer].copy_(normed_ND)
+            made_ND = torch.mm(normed_ND, weight_DD)
+            gated_ND = torch.nn.functional.silu(made_ND).neg() + kept_LND[layer]
+            hidden_ND = hidden_ND + torch.mm(gated_ND.contiguous(), weight_DD)
+        return [hidden_ND.sum(dim=0), hidden_ND]
+
+    return run
+
+
+@pytest.fixture
+def given() -> tuple[Tensor, list[Tensor], Tensor]:
+    torch.manual_seed(0)
+    weights = [torch.randn(8, 8) / 3 for _ in range(LAYERS)]
+    return torch.randn(4, 8), weights, torch.zeros(LAYERS, 4, 8)
+
+
+class Counting:
+    """A compiler that leaves everything as it is, and counts."""
+
+    def __init__(self) -> None:
+        self.made: list[fx.GraphModule] = []
+
+    def __call__(self, module: fx.GraphModule, examples: Any) -> Any:
+        self.made.append(module)
+        return module
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_it_is_done_again(given: tuple[Tensor, list[Tensor], Tensor], inference: bool) -> None:
+    x_ND, _, kept_LND = given
+    function = layers(*given)
+    with torch.inference_mode(inference), torch.no_grad():
+        first = [result.clone() for result in function()]
+        program = traced(function)
+        for factor in (1.0, 3.0):
+            x_ND.mul_(factor)
+            expected = [each.clone() for each in function()]
+            kept = kept_LND.clone()
+            kept_LND.zero_()
+            for got, result in zip(program(), expected, strict=True):
+                assert torch.equal(got, result)
+            assert torch.equal(kept_LND, kept)
+    assert not torch.equal(expected[1], first[1])
+
+
+def test_what_comes_again_is_compiled_once(given: tuple[Tensor, list[Tensor], Tensor]) -> None:
+    with torch.no_grad():
+        expected = [each.clone() for each in layers(*given)()]
+        program, compiler = traced(layers(*given)), Counting()
+        known: dict[str, Any] = {}
+        fewer = program.compiled(compiler, known)
+        assert (
+            len(compiler.made) == 1
+        )  # the sum and the norm behind it, of all layers but the first
+        assert len(known) == 1
+        for got, result in zip(fewer(), expected, strict=True):
+            assert torch.equal(got, result)
+        program.compiled(compiler, known)
+    assert len(compiler.made) == 1
+
+
+@torch.no_grad()
+def test_a_compiler_of_its_own(given: tuple[Tensor, list[Tensor], Tensor]) -> None:
+    backend: Any = torch._dynamo.lookup_backend("inductor")
+    program = traced(layers(*given)).compiled(backend)
+    kept = given[2].clone()
+    for got, result in zip(program(), layers(*given)(), strict=True):
+        torch.testing.assert_close(got, result)
+    torch.testing.assert_close(given[2], kept)
+
+
+@torch.no_grad()
+def test_what_is_read_before_it_is_written() -> None:
+    """Small operations wait for who needs them, but not beyond what writes where they read."""
+    total_N, out_N = torch.ones(3), torch.zeros(3)
+
+    def step() -> Tensor:
+        twice_N = total_N * 2.0
+        view_N1 = total_N[:, None]
+        for _ in range(30):
+            before_N = view_N1[:, 0] + 1.0
+            total_N.add_(1.0)
+            after_N = total_N + before_N
+            out_N.copy_(after_N)
+        return twice_N + out_N
+
+    program = traced(step).compiled(Counting())
+    for _ in range(2):
+        held_N = total_N.clone()
+        (got_N,) = program()
+        after_N = total_N.clone()
+        total_N.copy_(held_N)
+        assert torch.equal(step(), got_N)
+        assert torch.equal(total_N, after_N)
+
+
+@torch.no_grad()
+def test_parts_are_compared(given: tuple[Tensor, list[Tensor], Tensor]) -> None:
+    def wrong(module: fx.GraphModule, examples: Any) -> Any:
+        return lambda *tensors: [each * 1.5 for each in module(*tensors)]
+
+    with pytest.raises(ArithmeticError, match="say something else"):
+        traced(layers(*given)).compiled(wrong)
+
+
+def test_what_asks_the_host() -> None:
+    number = torch.ones(())
+    with pytest.raises(RuntimeError, match="asks the host"):
+        traced(lambda: torch.zeros(3) + float(number))
+
+
+@torch.no_grad()
+def test_what_it_wrote_is_known(given: tuple[Tensor, list[Tensor], Tensor]) -> None:
+    program = traced(layers(*given))
+    for each in (program, program.compiled(Counting())):
+        assert isinstance(each, Program)
+        assert set(each.written) == {given[2].untyped_storage().data_ptr()}
+        assert given[0].untyped_storage().data_ptr() in each.held
