@@ -87,13 +87,16 @@ part profile 60 "$PYTHON" -m scripts.measure.step --checkpoint "$HEADS" "${grown
     --output "$OUT/profile.json"
 if [[ $COMPILE == 1 ]]; then
     [[ $DEVICE != cuda* ]] || part attention 40 "$PYTHON" -m scripts.measure.attention
-    # Each graph of a 7B target takes half a minute to make.
+    # Compiled plain decoding of a 7B target takes half a minute to make, the kernels of all sizes
+    # of tree that auto chooses from as long.
+    kernels=()
+    [[ $DEVICE != cuda* ]] || kernels=(heads:static:15+kernels heads:auto+kernels)
     for size in $BATCH_SIZES; do
         measure "compiled-$size" 140 --shape "$SHAPE" --batch_sizes "$size" --methods \
-            plain-compiled heads:static:15 heads:auto heads:static:15+steps
+            plain-compiled heads:static:15 heads:auto "${kernels[@]}"
     done
     measure lossless-compiled 60 --shape own --dtype float32 --must_be_identical \
-        --methods heads:static:15+compile heads:static:15+steps
+        --methods heads:static:15+compile heads:static:15+steps "${kernels[@]}"
 fi
 measure sampled 60 --shape "$SHAPE" --decodings sampled --methods heads:auto heads:static:15 auto
 

@@ -33,6 +33,7 @@ class Replayed(Recording):
         self._done = noted.done
 
     def replay(self) -> None:
+        self.replays += 1
         for function, args, kwargs, results in self._done:
             for old, new in zip(results, tree_leaves(function(*args, **kwargs)), strict=True):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from medusa_heads.inference.drafters.base import Drafter, Memory
 from medusa_heads.inference.drafters.text import BOUNDS, PRIOR, chance_copied
@@ -74,13 +75,16 @@ def continuation(ids_BC: Tensor, ends_B: Tensor, padding_B: Tensor, most: int) -
         padding_B: slots of left padding.
     """
     slots_C = torch.arange(ids_BC.shape[1], device=ids_BC.device)
+    back_M = torch.arange(_LOOKED_BACK - 1, -1, -1, device=ids_BC.device)
     ends_B1 = ends_B[:, None]
-    length_BC, going_on_BC = torch.zeros_like(ids_BC), slots_C < ends_B1
-    for back in range(_LOOKED_BACK):
-        own_B1 = ids_BC.gather(1, (ends_B1 - back).clamp_min(0))
-        inside_BC = slots_C - back >= padding_B[:, None]
-        going_on_BC = going_on_BC & inside_BC & (ids_BC.roll(back, 1) == own_B1)
-        length_BC = length_BC + going_on_BC
+    own_BM = ids_BC.gather(1, (ends_B1 - back_M).clamp_min(0))
+    before_BMC = pad(ids_BC, (_LOOKED_BACK - 1, 0)).unfold(1, len(slots_C), 1)
+    length_BC = torch.full_like(ids_BC, _LOOKED_BACK)
+    same_BMC = before_BMC == own_BM[..., None]
+    for place, same_BC in enumerate(same_BMC.unbind(1)):  # a nearer one that differs counts
+        length_BC = length_BC.where(same_BC, _LOOKED_BACK - 1 - place)
+    inside_BC = (slots_C + 1 - padding_B[:, None]).clamp_min(0)
+    length_BC = length_BC.minimum(inside_BC).where(slots_C < ends_B1, 0)
     found_BC = length_BC * len(slots_C) + slots_C  # of equally long ones the latest
     place_B1 = found_BC.argmax(dim=1, keepdim=True)
     length_B1 = length_BC.gather(1, place_B1)
@@ -89,7 +93,8 @@ def continuation(ids_BC: Tensor, ends_B: Tensor, padding_B: Tensor, most: int) -
     known_BL = (from_BL <= ends_B1) & (length_B1 > 0)
     tokens_BL = ids_BC.gather(1, from_BL.minimum(ends_B1))
     # With each token that is right, the match is one longer.
-    groups_BL = sum(((length_B1 + ahead_L >= bound).long() for bound in BOUNDS), 0 * ahead_L)
+    reached_BL = length_B1 + ahead_L
+    groups_BL = sum((reached_BL >= bound for bound in BOUNDS), 0 * ahead_L)
     return Continuation(tokens_BL, groups_BL.where(known_BL, -1))
 
 
@@ -183,10 +188,9 @@ class MergedTrees(Drafter):
 def merged(tokens_BFR: Tensor, log_chances_BFR: Tensor) -> tuple[Tensor, Tensor]:
     """The same offers with each token once: sources that agree are right more often."""
     # What is no number would leave none of what others offer.
-    ranks, log_chances_BFR = tokens_BFR.shape[2], log_chances_BFR.nan_to_num(nan=NEVER)
+    log_chances_BFR = log_chances_BFR.nan_to_num(nan=NEVER)
     same_BFRR = tokens_BFR[..., :, None] == tokens_BFR[..., None, :]
-    earlier_RR = torch.ones(ranks, ranks, dtype=torch.bool, device=tokens_BFR.device).tril(-1)
-    first_BFR = ~(same_BFRR & earlier_RR).any(dim=-1)
+    first_BFR = ~same_BFRR.tril(-1).any(dim=-1)  # none of the earlier ones is this token
     missed_BFR = torch.log1p(-log_chances_BFR.exp().clamp_max(_SUREST))
     both_BFR = -torch.expm1((missed_BFR[..., None, :] * same_BFRR).sum(dim=-1))
     total_BF1 = both_BFR.where(first_BFR, 0.0).sum(dim=-1, keepdim=True)

@@ -80,6 +80,7 @@ class DeviceLoop:
             DeviceState, WeakKeyDictionary[Drafter, dict[Any, _Recorded]]
         ] = WeakKeyDictionary()
         self._unrecorded: set[Any] = set()  # of one text
+        self._step_seconds = 0.0  # in the last text
         self._buckets: WeakKeyDictionary[
             Drafter, WeakKeyDictionary[DeviceState, dict[Any, Buckets]]
         ] = WeakKeyDictionary()
@@ -116,7 +117,7 @@ class DeviceLoop:
         target.forget_hidden()
         try:
             with stats.phase("step"), time_steps_of_one_token(target.model):
-                reading = Reading(on_device.figures, levels)
+                reading, steps, seconds = Reading(on_device.figures, levels), 0, 0.0
                 again: dict[Any, Callable[[], object]] = {}  # by graph
                 while reading.goes_on(buckets):
                     if state.rows[0].streams:  # the only one
@@ -128,6 +129,7 @@ class DeviceLoop:
                     if usual := graph in again:
                         target.begin_step()
                         again[graph]()
+                        steps, seconds = steps + 1, seconds + reading.seconds
                     else:
                         few = target.packed_for(graph[1] * len(on_device.roots_B))
                         with cache.tree_slots(None, graph[1], on_device.roots_B.device), few:
@@ -136,6 +138,7 @@ class DeviceLoop:
                             again[graph] = step
                     reading.sizes.append(size if usual or not target.compiles else None)
                 state.lengths = on_device.end()
+                self._step_seconds = seconds / max(steps, 1)
         except UnsupportedArchitecture as error:
             if int(on_device.forwards):  # what a step has done is wrong
                 raise
@@ -205,13 +208,15 @@ class DeviceLoop:
                 del known[next(iter(known))]
             if (recording := target.recording(step)) is not None:
                 stands = standing(drafter, *state.parts)
-                known[key] = _Recorded(stands, recording, is_last=not target.compiles_parts)
+                known[key] = _Recorded(stands, recording)
             else:
                 self._unrecorded.add(key)
                 if not target.lacked_memory:  # then forwards alone are, from the next text on
                     self._fails.setdefault(drafter, set()).add(kinds(state.processors))
             return None
-        if one.serves and not one.is_last:
+        spent = one.recording.replays * self._step_seconds
+        is_last = one.is_last or not target.parts_pay(spent)
+        if one.serves and not is_last:
             one.is_last = True
             program = target.with_compiled_parts(step)
             if program and (recording := target.recording(program)) is not None:
@@ -222,7 +227,7 @@ class DeviceLoop:
             return one.recording.replay
         if agrees := one.recording.agrees(step):
             one.serves, one.before = True, None
-            return one.recording.replay if one.is_last else None
+            return one.recording.replay if is_last else None
         if agrees is False and one.before is not None:
             known[key] = one.before
         elif agrees is False:

@@ -53,9 +53,11 @@ class Reading:
             nothing of its seconds.
         again: see Figures; None where it is not known in time.
         fresh: what was committed, where there is one row.
+        seconds: from the figures before to these.
     """
 
     again: int | None = None
+    seconds = 0.0
 
     def __init__(self, figures: Tensor, levels: int) -> None:
         self.fresh: list[int] = []
@@ -73,11 +75,12 @@ class Reading:
         """Whether any row does, as far as is known; what is read teaches how many nodes pay."""
         figures, before = Figures.of(self._next().tolist(), self._levels), self._read
         self._read = time.perf_counter()
+        self.seconds = self._read - before
         steps = self._turn - 1 - self._late  # whose figures are known
         if steps > 0 and (size := self.sizes.popleft()) is not None and figures.moved:
             assert buckets is not None
             accepted = figures.committed / figures.moved - 1.0
-            buckets.learn(size, accepted, figures.expected, self._read - before)
+            buckets.learn(size, accepted, figures.expected, self.seconds)
         self.again = None if self._late else int(figures.again)
         count = int(figures.committed) if steps > 0 else 0
         self.fresh = list(map(int, figures.tokens[:count]))

@@ -69,7 +69,8 @@ class AssistedModel(ABC):
         compile: run the target through torch.compile. The first text takes longer. `"auto"`
             compiles in the middle of the text in which it has come to pay, if ever. `"steps"`
             compiles whole steps where it can be done. `"capture"` records them as CUDA graphs
-            instead, without a compiler, and is what happens by default on a GPU.
+            instead, without a compiler, and is what happens by default on a GPU. `"kernels"`
+            compiles small operations alone for that.
         compile_backend: of torch.compile.
 
     Attributes:

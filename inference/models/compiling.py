@@ -48,7 +48,7 @@ def usual_target(target: TargetModel) -> TargetModel:
     UnsupportedArchitecture: it cannot be decoded exactly with drafts."""
     if type(target) is not TargetModel or not captures(target):
         return target
-    captured = CapturedTarget(target.model, target.features)
+    captured = CapturedTarget(target.model, target.features, "inductor", late=True)
     capability(target)  # as which texts are decoded that are not recorded
     try:
         capability(captured)
@@ -61,7 +61,7 @@ def compiled_target(
     target: TargetModel, compile: Compile, backend: str | Callable[..., object]
 ) -> TargetModel:
     """The same, run this way; `"auto"` begins without. Raises ValueError: it cannot be captured."""
-    if compile not in _RECORDED or (compile == "kernels") != _compiles_parts(target):
+    if not isinstance(target, CapturedTarget) or compile != target.asked:
         target = as_it_is(target)  # recordings, for which nobody may have asked
     if isinstance(target, CompiledTarget) or compile in (False, "auto"):
         return target
@@ -75,10 +75,6 @@ def compiled_target(
         )
     parts = backend if compile == "kernels" else None
     return CapturedTarget(target.model, target.features, parts)
-
-
-def _compiles_parts(target: TargetModel) -> bool:
-    return isinstance(target, CapturedTarget) and target.compiles_parts
 
 
 class Unrecorded:

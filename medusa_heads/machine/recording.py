@@ -53,6 +53,7 @@ class Recording:
 
     Attributes:
         result: what the function returned: tensors whose content the last replay wrote.
+        replays: how often it was done again.
         agreements: of how many numbers it has said what the function said, from 0 to 1, whenever
             that was asked.
 
@@ -62,6 +63,7 @@ class Recording:
 
     def __init__(self, function: Callable[[], Any], device: torch.device, pool: Any) -> None:
         self.agreements: list[float] = []
+        self.replays = 0
         self.result: Any
         self._least = 1.0
         if isinstance(function, Program):  # compiled parts are not seen, and ask nobody
@@ -101,6 +103,7 @@ class Recording:
 
     def replay(self) -> None:
         """Do it again."""
+        self.replays += 1
         self._graph.replay()
 
     def let_go(self, module: nn.Module) -> None:

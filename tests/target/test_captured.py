@@ -243,8 +243,7 @@ def test_compiled_parts(tiny_llama: TinyLlama, tree: str, options: dict[str, Any
     assert made
     if "repetition_penalty" in options:  # forwards alone are recorded
         return
-    recorded = device_loop._loops[medusa.target]._recorded.values()
-    steps = [one for drafters in recorded for known in drafters.values() for one in known.values()]
+    steps = [one for each in steps_of(medusa) for one in each.values()]
     assert steps and all(one.serves and one.is_last for one in steps)
 
 
@@ -266,3 +265,30 @@ def test_parts_that_cannot_be_compiled(tiny_llama: TinyLlama, fails: str) -> Non
         assert torch.equal(text(medusa, inputs), expected)
     assert torch.equal(text(medusa, inputs), expected)
     assert medusa.last_stats.seconds["step"]
+
+
+def test_late_parts(tiny_llama: TinyLlama, recorded: list[Any], monkeypatch: Any) -> None:
+    """By default parts are compiled once that would have paid."""
+    model = tiny_llama(num_hidden_layers=5).to(DEVICE)
+    model.generation_config.pad_token_id = 0
+    monkeypatch.setattr(captured, "_backend", lambda _: lambda module, _: module)
+    medusa, inputs = with_heads(model), padded([0, 3], 12)
+    assert isinstance(medusa.target, CapturedTarget) and medusa.target.asked is None
+    expected = text(uncaptured(medusa), inputs)
+    for _ in range(3):
+        assert torch.equal(text(medusa, inputs), expected)
+    assert len(recorded) == 1
+    (one,) = [one for each in steps_of(medusa) for one in each.values()]
+    seconds = device_loop._loops[medusa.target]._step_seconds
+    assert 0 < seconds < 1 and one.recording.replays > 10
+    one.recording.replays = int(captured._SECONDS / captured._SAVED / seconds)
+    for _ in range(3):
+        assert torch.equal(text(medusa, inputs), expected)
+    assert len(recorded) == 2
+    (one,) = [one for each in steps_of(medusa) for one in each.values()]
+    assert one.serves and one.recording is recorded[1]
+
+
+def steps_of(medusa: MedusaModel) -> list[dict[Any, Any]]:
+    loop = device_loop._loops[medusa.target]
+    return [known for drafters in loop._recorded.values() for known in drafters.values()]
