@@ -4,8 +4,8 @@ that are decoded by recordings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,18 +14,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from medusa_heads import HeadsConfig, MedusaModel, new_heads
+from medusa_heads.machine.programs import Program
 from medusa_heads.machine.recording import Recording
 from tests.inference.on_device import NEW
 
 
 class Replayed(Recording):
-    """Takes a Recording's place."""
+    """Takes a Recording's place. A program, of which no dispatcher sees the compiled parts, is run
+    once more."""
+
+    def __init__(self, function: Callable[[], Any], device: torch.device, pool: object) -> None:
+        self._program = function if isinstance(function, Program) else None
+        super().__init__(function, device, pool)
 
     @contextmanager
     def _recorded(self, device: torch.device, pool: object) -> Iterator[None]:
         noted = _Noted()
+        if self._program is not None:
+            for address, dtype in self._program.written.items():
+                tensor = torch.empty(0, dtype=dtype).set_(self._program.held[address])
+                noted.written.append((tensor, tensor.clone()))
         try:
-            with noted:
+            with noted if self._program is None else nullcontext():
                 yield
         finally:
             for tensor, content in reversed(noted.written):  # a recording has no effect
@@ -34,6 +44,9 @@ class Replayed(Recording):
 
     def replay(self) -> None:
         self.replays += 1
+        if self._program is not None:
+            for old, new in zip(self.result, self._program(), strict=True):
+                old.copy_(new)
         for function, args, kwargs, results in self._done:
             for old, new in zip(results, tree_leaves(function(*args, **kwargs)), strict=True):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():

@@ -61,7 +61,7 @@ def compiled_target(
     target: TargetModel, compile: Compile, backend: str | Callable[..., object]
 ) -> TargetModel:
     """The same, run this way; `"auto"` begins without. Raises ValueError: it cannot be captured."""
-    if not isinstance(target, CapturedTarget) or compile != target.asked:
+    if not isinstance(target, CapturedTarget) or not target.is_asked_by(compile, backend):
         target = as_it_is(target)  # recordings, for which nobody may have asked
     if isinstance(target, CompiledTarget) or compile in (False, "auto"):
         return target

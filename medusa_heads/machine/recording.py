@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any
@@ -17,19 +17,17 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from medusa_heads.agreement import TOLERANCE, is_half
 from medusa_heads.machine.graphs import nothing_collected
-from medusa_heads.machine.host import UNSEEN
 from medusa_heads.machine.programs import Program
-from medusa_heads.machine.watched import Watched
+from medusa_heads.machine.watched import NothingRead, Watched
 
 _PACKAGES = ("medusa_heads", "transformers.generation")  # whose objects' attributes are looked at
 _MOST_COMPARED = 1 << 28  # bytes
-# It is compared with its function until both say the same, and so often at most. Compiled parts
-# round in another way, which may tip one of many rows, and little else.
-_COMPARED, _NEARLY = 3, 0.8
+# Compiled parts round in another way, which may tip one of many rows, or one that is alone. So they
+# are compared so often at most, and most times all that is written may differ by this share.
+_COMPARED, _ROUNDED = 3, 0.3
 _CONFIGS = {"PretrainedConfig", "PreTrainedConfig"}
 _HOOKS = {"_forward_hooks", "_forward_pre_hooks"}
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
@@ -54,8 +52,8 @@ class Recording:
     Attributes:
         result: what the function returned: tensors whose content the last replay wrote.
         replays: how often it was done again.
-        agreements: of how many numbers it has said what the function said, from 0 to 1, whenever
-            that was asked.
+        agreements: how much of what changed the function changed too, in that memory of which it
+            is least, from 0 to 1, whenever that was asked.
 
     Raises:
         RuntimeError: something in the function cannot be recorded.
@@ -65,15 +63,15 @@ class Recording:
         self.agreements: list[float] = []
         self.replays = 0
         self.result: Any
-        self._least = 1.0
+        self._differences: list[list[float]] = []
+        self._rounds = isinstance(function, Program)
         if isinstance(function, Program):  # compiled parts are not seen, and ask nobody
             watched: Program | Watched = function
-            self._least = _NEARLY
             with self._recorded(device, pool):
                 self.result = function()
         else:
             watched = Watched()
-            with self._recorded(device, pool), watched, _NothingRead():
+            with self._recorded(device, pool), watched, NothingRead():
                 self.result = function()
         self._held = watched.held
         self._written = {
@@ -116,16 +114,27 @@ class Recording:
         """Do it again, and call the function from where that began; which is what counts then.
         Returns whether the recording does what the function does; None where that is to be asked
         once more. Without memory to compare it does not, and there is no further agreement."""
-        if (agreement := self._agreement(function)) is None:
+        compared = self._compared(function)
+        if compared is None:
             return False
-        self.agreements.append(agreement)
-        if agreement == 1.0:
+        differences, changed = compared
+        if not changed:
+            return None
+        self._differences.append(differences)
+        self.agreements.append(1.0 - max(differences, default=0.0))
+        if not any(differences):
             return True
-        return None if len(self.agreements) < _COMPARED else min(self.agreements) >= self._least
+        if not self._rounds:
+            return False
+        if len(self._differences) < _COMPARED:
+            return None
+        each = zip(*self._differences, strict=True)
+        return all(sorted(of_one)[_COMPARED // 2] <= _ROUNDED for of_one in each)
 
-    def _agreement(self, function: Callable[[], Any]) -> float | None:
-        """Of how many of the numbers that either changed both say the same. Large caches are left
-        out: what is read of these is written again by the function first."""
+    def _compared(self, function: Callable[[], Any]) -> tuple[list[float], bool] | None:
+        """Of each memory that is written, what both say differently, as a share of what changed;
+        and whether anything did. Large caches are left out: what is read of these is written again
+        by the function first."""
         written = [each for each in self._written.values() if each.nbytes <= _MOST_COMPARED]
         before: list[Tensor] = []
         replayed: list[Tensor] = []
@@ -142,24 +151,25 @@ class Recording:
         if len(replayed) < len(written):
             return None
         try:
-            counts = [_differing(*each) for each in zip(replayed, written, before, strict=True)]
+            differences = list(map(_difference, replayed, written, before))
+            same = all(torch.equal(*each) for each in zip(written, before, strict=True))
         except torch.OutOfMemoryError:
             return None
-        changed = sum(count for count, _ in counts)
-        return 1.0 - sum(count for _, count in counts) / max(changed, 1)
+        return differences, not same or any(differences)
 
 
-def _differing(one: Tensor, other: Tensor, before: Tensor) -> tuple[int, int]:
-    """How many numbers either changed, and of how many they do not say the same."""
-    differs = one != other
-    changed = int((differs | (other != before)).sum())
+def _difference(one: Tensor, other: Tensor, before: Tensor) -> float:
     if one.is_floating_point():
-        off = (one - other).where(differs, 0.0).float().nan_to_num()
-        allowed = TOLERANCE[is_half(one.dtype)] * other.float().nan_to_num().norm()
-        # Numbers that are off by little are the same, and so are many that are by next to nothing.
-        share = allowed / max(one.numel(), 1) ** 0.5
-        differs = (off.abs() > share) & (off.norm() > allowed)
-    return changed, int(differs.sum())
+        if not torch.equal(one.isnan(), other.isnan()):
+            return 1.0
+        off = (one - other).where(one != other, 0.0).float().nan_to_num()
+        if bool(off.norm() <= TOLERANCE[is_half(one.dtype)] * other.float().nan_to_num().norm()):
+            return 0.0
+        changed = (other - before).where(other != before, 0.0).float().nan_to_num()
+    else:
+        off, changed = (other.double() - each.double() for each in (one, before))
+    share = off.abs().sum() / changed.abs().sum()  # infinite where nothing was to change
+    return min(float(share.nan_to_num(nan=0.0)), 1.0)
 
 
 def _repair(device: torch.device, pool: Any) -> None:
@@ -177,17 +187,6 @@ def _repair(device: torch.device, pool: Any) -> None:
 def memory_pool() -> Any:
     """What recordings share that are replayed one by one."""
     return torch.cuda.graph_pool_handle()
-
-
-class _NothingRead(TorchFunctionMode):
-    """Refuses what no dispatcher sees before it is done."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func in UNSEEN or func in (torch.tensor, torch.as_tensor, torch.from_numpy):
-            raise RuntimeError(f"{func.__name__} asks the host")
-        return func(*args, **(kwargs or {}))
 
 
 def standing(*roots: object) -> tuple[Any, ...]:

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from medusa_heads.machine.host import asks
+from medusa_heads.machine.host import UNSEEN, asks
 
 
 class Watched(TorchDispatchMode):
@@ -48,6 +49,17 @@ class Watched(TorchDispatchMode):
         made = {leaf.untyped_storage().data_ptr() for leaf in _tensors(result)}
         self._made |= made - self.held.keys()
         return result
+
+
+class NothingRead(TorchFunctionMode):
+    """Refuses what no dispatcher sees before it is done."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in UNSEEN or func in (torch.tensor, torch.as_tensor, torch.from_numpy):
+            raise RuntimeError(f"{func.__name__} asks the host")
+        return func(*args, **(kwargs or {}))
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

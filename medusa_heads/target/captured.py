@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from medusa_heads.agreement import TOLERANCE, is_half, relative_error
 from medusa_heads.errors import MedusaWarning, first_line
@@ -68,7 +69,6 @@ class CapturedTarget(CompiledTarget):
         late: whether that waits until it pays, and is done for whole steps alone.
 
     Attributes:
-        asked: the word that asks for such recordings; None: nobody need have asked.
         gave_up: a forward of it could not be recorded.
         is_decoding: a text, which has its cache.
         lacked_memory: that the last recording could not be made, was for want of memory.
@@ -85,7 +85,7 @@ class CapturedTarget(CompiledTarget):
         late: bool = False,
     ) -> None:
         self._parts, self._late, self._seconds = parts, late, _SECONDS
-        self.asked = None if late else "capture" if parts is None else "kernels"
+        self._asked = None if late else "capture" if parts is None else "kernels", parts
         self._known: dict[str, Any] = {}  # what has been compiled
         # By its cache, for good; by shapes.
         self._recorded: WeakKeyDictionary[StaticRowCache, dict[Any, _Forward]] = WeakKeyDictionary()
@@ -140,7 +140,9 @@ class CapturedTarget(CompiledTarget):
             captured.thread = None
 
     def _like(self, features: tuple[int, ...]) -> CompiledTarget:
-        return CapturedTarget(self.model, features, self._parts, self._late)
+        view = CapturedTarget(self.model, features, self._parts, self._late)
+        view._asked, view._known = self._asked, self._known
+        return view
 
     def in_one_graph(self, function: Callable[..., Made]) -> Callable[..., Made]:
         """The function, to be called by `run`."""
@@ -165,14 +167,18 @@ class CapturedTarget(CompiledTarget):
                     _slot_bytes[self.model] = cache.held_bytes / (rows * capacity)
         return made
 
+    def is_asked_by(self, word: object, backend: str | Callable[..., Any]) -> bool:
+        """Whether it is what somebody gets who says this word."""
+        return self._asked == (word, backend if word == "kernels" else None)
+
     @property
     def compiles_parts(self) -> bool:
         """Whether recordings are of compiled parts from the start, where they can be."""
         return self._parts is not None and not self._late
 
     def parts_pay(self, spent: float) -> bool:
-        """Whether it pays to compile the parts of what has been replayed for so many seconds: by
-        them it would have been compiled for nothing by now. See LateCompiling."""
+        """Whether it pays to compile the parts of what has been replayed for so many seconds. See
+        LateCompiling."""
         return self._parts is not None and spent * _SAVED >= self._late * self._seconds
 
     def with_compiled_parts(self, function: Callable[[], Any]) -> Program | None:
@@ -181,15 +187,19 @@ class CapturedTarget(CompiledTarget):
         assert self._parts is not None
         program, began = traced(function), time.perf_counter()
         try:
-            compiled = program.compiled(_backend(self._parts), self._known)
+            backend: Any = torch._dynamo.lookup_backend(self._parts)
+            compiled = program.compiled(backend, self._known)
         # A compiler may fail in ways of its own.
         except Exception as error:
-            self._parts = None
-            reason = f"decoding goes on by kernels as they are: {first_line(error)}"
-            warnings.warn(reason, MedusaWarning, stacklevel=2)
+            self._as_they_are(error)
             return None
         self._seconds = max(time.perf_counter() - began, _LEAST_SECONDS)
         return compiled
+
+    def _as_they_are(self, error: Exception) -> None:
+        self._parts = None
+        reason = f"decoding goes on by kernels as they are: {first_line(error)}"
+        warnings.warn(reason, MedusaWarning, stacklevel=3)
 
     def recording(self, function: Callable[[], Any]) -> Recording | None:
         """Of a function that has been called; None where it cannot be recorded, which a warning
@@ -198,10 +208,15 @@ class CapturedTarget(CompiledTarget):
         self.lacked_memory = False
         try:
             made = Recording(function, self.device, self._pool)
-        except RuntimeError as error:
+        except Exception as error:
             self._pool = None  # of which nobody knows what became
             self.lacked_memory = isinstance(error, torch.OutOfMemoryError)
-            self.warn(first_line(error))
+            if isinstance(function, Program):  # compiled parts may fail in ways of their own
+                self._as_they_are(error)
+            elif isinstance(error, RuntimeError):
+                self.warn(first_line(error))
+            else:
+                raise
             return None
         made.let_go(self.model)
         return made
@@ -235,36 +250,32 @@ class CapturedTarget(CompiledTarget):
         """A recording of this forward, if it can be made and does the same."""
         places = [tensor.clone() for tensor in given]
         found = {id(tensor): place for tensor, place in zip(given, places, strict=True)}
-        there = _in_place(inputs, found)
+        there = tree_map(lambda leaf: found.get(id(leaf), leaf), inputs)
 
         def forward() -> list[Tensor]:
             logits_BNV = self._checked(there)
             return [logits_BNV, *self._captured.tensors(self.features)]
 
-        recurrent = isinstance(inputs["past_key_values"], StaticRecurrentCache)
-        functions: list[Callable[[], list[Tensor]]] = [forward]
-        # States would read these tokens twice.
-        if self.compiles_parts and not recurrent:
-            functions = [each for each in (self.with_compiled_parts(forward), forward) if each]
-        for function in functions:
-            if (recording := self.recording(function)) is None:
-                return None
-            if recurrent:
-                return _Forward(recording, places)
-            recording.replay()
-            if all(map(self._agree, recording.result, expected)):
-                return _Forward(recording, places)
-        self.warn("a recorded forward says something else than the model")
-        return None
+        if (recording := self.recording(forward)) is None:
+            return None
+        if isinstance(inputs["past_key_values"], StaticRecurrentCache):
+            return _Forward(recording, places)  # whose states would read these tokens twice
+        if not self._says(recording, expected):
+            self.warn("a recorded forward says something else than the model")
+            return None
+        if self.compiles_parts and (program := self.with_compiled_parts(forward)) is not None:
+            compiled = self.recording(program)
+            if compiled is not None and self._says(compiled, expected):
+                recording = compiled
+        return _Forward(recording, places)
 
-    def _agree(self, got: Tensor, expected: Tensor) -> bool:
-        got_TV, expected_TV = (each.flatten(0, -2).float() for each in (got, expected))
-        return relative_error(got_TV, expected_TV) <= TOLERANCE[is_half(self.dtype)]
-
-
-def _backend(parts: str | Callable[..., Any]) -> Callable[..., Any]:
-    found: Callable[..., Any] = torch._dynamo.lookup_backend(parts)
-    return found
+    def _says(self, recording: Recording, expected: list[Tensor]) -> bool:
+        recording.replay()
+        pairs = [
+            [each.flatten(0, -2).float() for each in pair]
+            for pair in zip(recording.result, expected, strict=True)
+        ]
+        return all(relative_error(*pair) <= TOLERANCE[is_half(self.dtype)] for pair in pairs)
 
 
 def _has_hooks(module: torch.nn.Module) -> bool:
@@ -284,10 +295,3 @@ class _Forward:
         self._recording.replay()
         result: list[Tensor] = self._recording.result
         return result
-
-
-def _in_place(inputs: Any, found: dict[int, Tensor]) -> Any:
-    """The same inputs with other tensors."""
-    if isinstance(inputs, dict):
-        return {name: _in_place(value, found) for name, value in inputs.items()}
-    return found.get(id(inputs), inputs)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from medusa_heads.machine import programs
 from medusa_heads.machine.programs import Program, traced
 
 LAYERS = 6
@@ -73,9 +74,7 @@ def test_what_comes_again_is_compiled_once(given: tuple[Tensor, list[Tensor], Te
         program, compiler = traced(layers(*given)), Counting()
         known: dict[str, Any] = {}
         fewer = program.compiled(compiler, known)
-        assert (
-            len(compiler.made) == 1
-        )  # the sum and the norm behind it, of all layers but the first
+        assert len(compiler.made) == 1  # a sum and a norm, of all layers but the first
         assert len(known) == 1
         for got, result in zip(fewer(), expected, strict=True):
             assert torch.equal(got, result)
@@ -118,19 +117,115 @@ def test_what_is_read_before_it_is_written() -> None:
         assert torch.equal(total_N, after_N)
 
 
+def times(factor: float) -> Any:
+    return lambda module, _: lambda *given: [each * factor for each in module(*given)]
+
+
+def fails(module: fx.GraphModule, examples: Any) -> Any:
+    raise AssertionError("no compiler here")
+
+
 @torch.no_grad()
-def test_parts_are_compared(given: tuple[Tensor, list[Tensor], Tensor]) -> None:
-    def wrong(module: fx.GraphModule, examples: Any) -> Any:
-        return lambda *tensors: [each * 1.5 for each in module(*tensors)]
+@pytest.mark.parametrize("factor", [1.5, torch.nan])
+def test_parts_that_say_something_else_stay(given: Any, factor: float) -> None:
+    known: dict[str, Any] = {}
+    program = traced(layers(*given)).compiled(times(factor), known)
+    assert list(known.values()) == [None]
+    for got, result in zip(program(), layers(*given)(), strict=True):
+        assert torch.equal(got, result)
 
-    with pytest.raises(ArithmeticError, match="say something else"):
-        traced(layers(*given)).compiled(wrong)
+
+@torch.no_grad()
+def test_compilers_that_fail(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one part, which stays; for all, and that is told."""
+    monkeypatch.setattr(programs, "_LEAST", 3)
+    expected, program = layers(*given)(), traced(layers(*given))
+    with pytest.raises(AssertionError, match="no compiler here"):
+        program.compiled(fails)
+    compiler, known = Counting(), dict[str, Any]()
+
+    def seldom(module: fx.GraphModule, examples: Any) -> Any:
+        compiler(module, examples)
+        return module if len(compiler.made) > 1 else fails(module, examples)
+
+    fewer = program.compiled(seldom, known)
+    assert len(known) > 1 and list(known.values()).count(None) == 1
+    for got, result in zip(fewer(), expected, strict=True):
+        assert torch.equal(got, result)
 
 
-def test_what_asks_the_host() -> None:
-    number = torch.ones(())
-    with pytest.raises(RuntimeError, match="asks the host"):
-        traced(lambda: torch.zeros(3) + float(number))
+@torch.no_grad()
+def test_nothing_is_drawn(given: Any) -> None:
+    """Texts are drawn by that stream."""
+    program, before = traced(layers(*given)), torch.get_rng_state()
+    program.compiled(Counting())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["times ones", "view", "clone"])
+def test_what_shares_memory_still_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written in place is read of both, and of no other."""
+    monkeypatch.setattr(programs, "_LEAST", 0)
+    x_ND, y_ND = torch.randn(4, 6), torch.randn(4, 6)
+
+    def step() -> list[Tensor]:
+        if kind == "times ones":  # which a compiler knows to be the same
+            made_ND, written_ND = x_ND * torch.ones_like(x_ND), x_ND
+        else:
+            written_ND = x_ND + y_ND
+            made_ND = written_ND.view(-1) if kind == "view" else written_ND.clone()
+        written_ND.add_(1.0)
+        results = [made_ND * 2, written_ND + 0.5]
+        x_ND.copy_(x_ND - 1.0 if kind == "times ones" else x_ND)
+        return results
+
+    expected, backend = step(), torch._dynamo.lookup_backend("inductor")
+    for got, result in zip(traced(step).compiled(backend)(), expected, strict=True):
+        torch.testing.assert_close(got, result)
+
+
+@torch.no_grad()
+def test_other_shapes_in_place() -> None:
+    """Of which a later part would know nothing."""
+    x_ND = torch.randn(4, 6)
+
+    def step() -> Tensor:
+        made_ND = x_ND + 1
+        made_ND.t_()
+        for _ in range(30):
+            made_ND = made_ND * 2 - 1
+        return made_ND
+
+    (got,) = traced(step).compiled(Counting())()
+    assert torch.equal(got, step())
+
+
+@torch.no_grad()
+def test_what_is_made_of_no_tensor() -> None:
+    """By defaults that may be others."""
+
+    def step() -> Tensor:
+        made_N = torch.zeros(4)
+        for _ in range(30):
+            made_N = made_N + 1
+        return made_N
+
+    known, backend = dict[str, Any](), torch._dynamo.lookup_backend("inductor")
+    assert traced(step).compiled(backend, known)()[0].dtype == torch.float32
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert traced(step).compiled(backend, known)()[0].dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(known) == 2
+
+
+def test_what_no_dispatcher_sees() -> None:
+    numbers_N = torch.ones(3)
+    for asks in (lambda: numbers_N.tolist(), lambda: torch.tensor([1.0]) + numbers_N):
+        with pytest.raises(RuntimeError, match="asks the host"):
+            traced(asks)
 
 
 @torch.no_grad()

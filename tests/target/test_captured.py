@@ -223,20 +223,26 @@ def test_new_kinds_of_processors_leave_others(model: Any, recorded: list[Any]) -
     assert len(recorded) == before
 
 
+@pytest.fixture
+def deep(tiny_llama: TinyLlama) -> Any:
+    """Of enough layers for parts of them to be worth compiling."""
+    made = tiny_llama(num_hidden_layers=5).to(DEVICE)
+    made.generation_config.pad_token_id = 0
+    return made
+
+
 @pytest.mark.parametrize("tree", ["auto", "7"])
 @pytest.mark.parametrize("options", [{}, SAMPLING, {"repetition_penalty": 1.3}], ids=str)
-def test_compiled_parts(tiny_llama: TinyLlama, tree: str, options: dict[str, Any]) -> None:
+def test_compiled_parts(deep: Any, tree: str, options: dict[str, Any]) -> None:
     """A step is recorded as it is, and then with fewer kernels, found to do the same."""
-    model = tiny_llama(num_hidden_layers=5).to(DEVICE)
-    model.generation_config.pad_token_id = 0
     made: list[Any] = []
 
     def backend(module: Any, examples: Any) -> Any:
         made.append(module)
         return module
 
-    inputs, heads = padded([0, 3], 12), with_heads(model).heads
-    medusa = MedusaModel(model, heads, tree=tree, compile="kernels", compile_backend=backend)
+    inputs, heads = padded([0, 3], 12), with_heads(deep).heads
+    medusa = MedusaModel(deep, heads, tree=tree, compile="kernels", compile_backend=backend)
     expected = text(uncaptured(medusa), inputs, **options)
     for _ in range(3):
         assert torch.equal(text(medusa, inputs, **options), expected)
@@ -247,33 +253,33 @@ def test_compiled_parts(tiny_llama: TinyLlama, tree: str, options: dict[str, Any
     assert steps and all(one.serves and one.is_last for one in steps)
 
 
-@pytest.mark.parametrize("fails", ["raises", "lies"])
-def test_parts_that_cannot_be_compiled(tiny_llama: TinyLlama, fails: str) -> None:
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=["step", "forward"])
+@pytest.mark.parametrize("fails", ["compiling", "recording"])
+def test_parts_that_cannot_be_compiled(deep: Any, fails: str, options: dict[str, Any]) -> None:
     """Their kernels stay as they are, recorded."""
-    model = tiny_llama(num_hidden_layers=5).to(DEVICE)
-    model.generation_config.pad_token_id = 0
 
     def backend(module: Any, examples: Any) -> Any:
-        if fails == "raises":
+        calls = [module]  # and then none
+        if fails == "compiling":
             raise RuntimeError("no compiler here")
-        return lambda *given: [each * 2 for each in module(*given)]
+        return lambda *given: calls.pop()(*given)
 
-    inputs, heads = padded([0, 3], 12), with_heads(model).heads
-    medusa = MedusaModel(model, heads, tree="7", compile="kernels", compile_backend=backend)
-    expected = reference(model, do_sample=False, max_new_tokens=NEW, **inputs)
+    inputs, heads = padded([0, 3], 12), with_heads(deep).heads
+    medusa = MedusaModel(deep, heads, tree="7", compile="kernels", compile_backend=backend)
+    expected = reference(deep, do_sample=False, max_new_tokens=NEW, **inputs, **options)
     with pytest.warns(MedusaWarning, match="goes on by kernels as they are"):
-        assert torch.equal(text(medusa, inputs), expected)
-    assert torch.equal(text(medusa, inputs), expected)
-    assert medusa.last_stats.seconds["step"]
+        assert torch.equal(text(medusa, inputs, **options), expected)
+    assert torch.equal(text(medusa, inputs, **options), expected)
+    target: Any = medusa.target
+    assert not target.gave_up and bool(medusa.last_stats.seconds.get("step")) == (not options)
+    assert [one for known in target._recorded.values() for one in known] or not options
 
 
-def test_late_parts(tiny_llama: TinyLlama, recorded: list[Any], monkeypatch: Any) -> None:
+def test_late_parts(deep: Any, recorded: list[Any], monkeypatch: Any) -> None:
     """By default parts are compiled once that would have paid."""
-    model = tiny_llama(num_hidden_layers=5).to(DEVICE)
-    model.generation_config.pad_token_id = 0
-    monkeypatch.setattr(captured, "_backend", lambda _: lambda module, _: module)
-    medusa, inputs = with_heads(model), padded([0, 3], 12)
-    assert isinstance(medusa.target, CapturedTarget) and medusa.target.asked is None
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda _: lambda module, _: module)
+    medusa, inputs = with_heads(deep), padded([0, 3], 12)
+    assert isinstance(medusa.target, CapturedTarget) and not medusa.target.compiles_parts
     expected = text(uncaptured(medusa), inputs)
     for _ in range(3):
         assert torch.equal(text(medusa, inputs), expected)

@@ -96,7 +96,7 @@ class DecodingArguments(DraftingArguments):
         False, "Compile whole steps, drafting too: for GPUs, the first text is slower still."
     )
     compile_kernels: bool = flag(
-        False, "On a GPU, compile small operations alone and record steps: ready in seconds."
+        False, "On a GPU, compile small operations alone and record steps: within half a minute."
     )
     capture: bool = flag(True, "On a GPU, record steps as CUDA graphs where nothing is compiled.")
     max_new_tokens: int = flag(128, "Most tokens that are generated.")

@@ -43,8 +43,9 @@ def model(tiny_llama: TinyLlama) -> Any:
     return made
 
 
+@pytest.mark.parametrize("compile", [None, "kernels"])
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=["step", "forward"])
-def test_what_cannot_be_recorded(model: Any, options: dict[str, Any]) -> None:
+def test_what_cannot_be_recorded(model: Any, options: dict[str, Any], compile: Any) -> None:
     """Decoding goes on with forwards alone, and then as the target is; a warning says so."""
     layer = model.model.layers[0].mlp
     usual = layer.forward
@@ -53,7 +54,8 @@ def test_what_cannot_be_recorded(model: Any, options: dict[str, Any]) -> None:
         return usual(given) * float(given.sum() * 0 + 1)
 
     layer.forward = asks
-    medusa, inputs = with_heads(model), padded([0, 3], 12)
+    heads, inputs = with_heads(model).heads, padded([0, 3], 12)
+    medusa = MedusaModel(model, heads, tree="7", compile=compile)
     target: Any = medusa.target
     expected = reference(model, do_sample=False, max_new_tokens=NEW, **inputs, **options)
     for _ in range(1 if options else 2):
