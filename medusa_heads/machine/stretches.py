@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from medusa_heads.agreement import TOLERANCE, is_half
 
 _NEARLY = 0.9  # of whole numbers, for two results to be the same
-# Which a compiler makes one kernel of, where they stand side by side.
+# Of one result, which a compiler makes few kernels of where they stand side by side.
 _SMALL = frozenset(
     (
         *("add", "sub", "rsub", "mul", "div", "floor_divide", "remainder", "neg", "abs", "pow"),
@@ -23,7 +23,7 @@ _SMALL = frozenset(
         *("eq", "ne", "lt", "le", "gt", "ge", "__and__", "__or__", "bitwise_and", "bitwise_or"),
         *("bitwise_not", "logical_and", "logical_or", "logical_not", "isnan", "nan_to_num"),
         *("where", "masked_fill", "cat", "stack", "clone", "to", "_to_copy", "roll", "repeat"),
-        *("gather", "index", "index_select", "embedding", "scatter", "topk", "sort", "argsort"),
+        *("gather", "index", "index_select", "embedding", "scatter", "argsort"),
         *("searchsorted", "arange", "zeros", "ones", "full", "zeros_like", "ones_like"),
         *("full_like", "new_zeros", "new_full", "eye", "tril", "triu"),
     )

@@ -179,7 +179,9 @@ def test_each_shape_of_a_text_is_asked_about_once(
         assert len(asked) == 1
 
 
-@pytest.mark.parametrize("tree", ["7", "dynamic:7", "chain", "auto"])
+@pytest.mark.parametrize(
+    "tree", ["7", "dynamic:7", "chain", pytest.param("auto", marks=pytest.mark.slow)]
+)
 def test_so_is_each_whole_step(
     tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, tree: str
 ) -> None:

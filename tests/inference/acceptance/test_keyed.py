@@ -46,8 +46,9 @@ def text(model: Any, prompts: list[list[int]] | None = None, seed: int = 3, **mo
     """The new tokens, [B, T]."""
     prompts = prompts or [PROMPT]
     longest = max(map(len, prompts))
-    padded = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
-    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
+    here: Any = {"device": model.target.device}
+    padded = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts], **here)
+    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts], **here)
     torch.manual_seed(seed)
     options = {"max_new_tokens": 40, "pad_token_id": 0, **SAMPLING, **more}
     return model.generate(padded, attention_mask=mask, **options)[:, longest:]
@@ -104,7 +105,8 @@ def test_scores_are_handed_out_and_change_no_draw(target: TargetModel, heads: An
     model = drafting(target, heads, "7")
     asked: Any = {"return_dict_in_generate": True, "output_scores": True}
     torch.manual_seed(3)
-    ids, mask = torch.tensor([PROMPT]), torch.ones(1, len(PROMPT))
+    ids = torch.tensor([PROMPT], device=target.device)
+    mask = torch.ones_like(ids)
     options: Any = {"max_new_tokens": 40, "pad_token_id": 0, **SAMPLING, **asked}
     out: Any = model.generate(ids, attention_mask=mask, **options)
     assert torch.equal(out.sequences[:, len(PROMPT) :], text(model))

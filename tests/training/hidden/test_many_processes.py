@@ -111,6 +111,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(
     check_equal(tmp_path / "killed", tmp_path / "whole", most=0)
 
 
+@pytest.mark.slow
 def test_a_target_that_processes_share(flags: list[str], tmp_path: Path) -> None:
     """By layers or by matrices; one writes a cache, which both then read."""
     assert main(run_of(flags, 1, tmp_path / "one")) == 0
