@@ -95,6 +95,7 @@ if [[ $COMPILE == 1 ]]; then
         measure "compiled-$size" 140 --shape "$SHAPE" --batch_sizes "$size" --methods \
             plain-compiled heads:static:15 heads:auto "${kernels[@]}"
     done
+    part goals 20 "$PYTHON" -m scripts.measure.goals --folder "$OUT"
     measure lossless-compiled 60 --shape own --dtype float32 --must_be_identical \
         --methods heads:static:15+compile heads:static:15+steps "${kernels[@]}"
 fi
