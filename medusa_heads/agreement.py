@@ -25,3 +25,14 @@ def relative_error(got_TV: Tensor, expected_TV: Tensor) -> float:
     scale_T = expected_TV.std(dim=-1).clamp_min(1e-6)
     error = float((rms_T / scale_T).max())
     return error if error == error else float("inf")  # NaN is no agreement
+
+
+def same_oddities(one: Tensor, other: Tensor) -> bool:
+    """Whether both are infinite in the same places, and no numbers in the same."""
+    odd, others = (each.where(~each.isfinite(), 0.0).nan_to_num() for each in (one, other))
+    return torch.equal(odd, others) and torch.equal(one.isnan(), other.isnan())
+
+
+def finite(numbers: Tensor) -> Tensor:
+    """Numbers, and 0 for what is infinite or none."""
+    return numbers.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

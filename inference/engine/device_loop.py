@@ -117,7 +117,7 @@ class DeviceLoop:
         target.forget_hidden()
         try:
             with stats.phase("step"), time_steps_of_one_token(target.model):
-                reading, steps, seconds = Reading(on_device.figures, levels), 0, 0.0
+                reading = Reading(on_device.figures, levels)
                 again: dict[Any, Callable[[], object]] = {}  # by graph
                 while reading.goes_on(buckets):
                     if state.rows[0].streams:  # the only one
@@ -129,16 +129,16 @@ class DeviceLoop:
                     if usual := graph in again:
                         target.begin_step()
                         again[graph]()
-                        steps, seconds = steps + 1, seconds + reading.seconds
                     else:
                         few = target.packed_for(graph[1] * len(on_device.roots_B))
                         with cache.tree_slots(None, graph[1], on_device.roots_B.device), few:
                             step = self._first_step(target, drafter, on_device, levels, size)
                         if step is not None:
                             again[graph] = step
+                    reading.begins(usual)
                     reading.sizes.append(size if usual or not target.compiles else None)
                 state.lengths = on_device.end()
-                self._step_seconds = seconds / max(steps, 1)
+                self._step_seconds = reading.usual_seconds or self._step_seconds
         except UnsupportedArchitecture as error:
             if int(on_device.forwards):  # what a step has done is wrong
                 raise

@@ -54,10 +54,12 @@ class Reading:
         again: see Figures; None where it is not known in time.
         fresh: what was committed, where there is one row.
         seconds: from the figures before to these.
+        usual_seconds: in the mean, while steps were `usual`; 0 where none was.
     """
 
     again: int | None = None
-    seconds = 0.0
+    seconds = usual_seconds = 0.0
+    _usual, _counted = (False, False), 0  # whether the last two steps were, and how many seconds
 
     def __init__(self, figures: Tensor, levels: int) -> None:
         self.fresh: list[int] = []
@@ -71,11 +73,18 @@ class Reading:
         self._read = time.perf_counter()
         self.sizes: deque[int | None] = deque()
 
+    def begins(self, usual: bool) -> None:
+        """A step, which only does again what was done before, or also makes something."""
+        self._usual = self._usual[1], usual
+
     def goes_on(self, buckets: Buckets | None) -> bool:
         """Whether any row does, as far as is known; what is read teaches how many nodes pay."""
         figures, before = Figures.of(self._next().tolist(), self._levels), self._read
         self._read = time.perf_counter()
         self.seconds = self._read - before
+        if all(self._usual):  # one is begun in that time, and one before may have ended
+            self._counted += 1
+            self.usual_seconds += (self.seconds - self.usual_seconds) / self._counted
         steps = self._turn - 1 - self._late  # whose figures are known
         if steps > 0 and (size := self.sizes.popleft()) is not None and figures.moved:
             assert buckets is not None

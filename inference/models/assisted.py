@@ -34,7 +34,7 @@ from medusa_heads.inference.models.compiling import (
     usual_target,
 )
 from medusa_heads.inference.models.late_compiling import LateCompiling
-from medusa_heads.target.captured import as_it_is
+from medusa_heads.target.captured import CapturedTarget, as_it_is
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 
@@ -116,7 +116,9 @@ class AssistedModel(ABC):
         self.last_stats = GenerationStats()
 
     def _set_deterministic(self, wanted: bool) -> None:
-        _check_options(compile="auto" if self._late else False, deterministic=wanted)
+        captured = isinstance(self.target, CapturedTarget) and self.target.compiles_parts
+        word: Compile = "auto" if self._late else "kernels" if captured else False
+        _check_options(compile=word, deterministic=wanted)
         self.deterministic = wanted
         if wanted:  # without what a clock decides about: kernels of recordings, packed matrices
             target = as_it_is(self.target) if self._chosen else self.target

@@ -31,6 +31,11 @@ def check_compile(compile: Compile | None, deterministic: bool = False) -> None:
         raise ValueError(
             "compile='auto' goes by clocks, which deterministic=True does without: use compile=True"
         )
+    if deterministic and compile == "kernels":
+        raise ValueError(
+            "compile='kernels' rounds in another way from the second forward on, which "
+            "deterministic=True does without: use compile='capture'"
+        )
 
 
 def check_one_device(target: TargetModel) -> None:

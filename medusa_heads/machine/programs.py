@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
@@ -68,6 +69,8 @@ class Program:
             if isinstance(part, Stretch) and fewer[part.key] >= _LEAST and part.key not in known:
                 try:
                     known[part.key] = part.compiled(compile)
+                except torch.OutOfMemoryError:  # which says nothing of this part
+                    raise
                 except Exception as error:  # compilers fail in ways of their own
                     known[part.key], failed = None, error
         if failed is not None and not any(known.values()):

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from medusa_heads.agreement import TOLERANCE, is_half
+from medusa_heads.agreement import TOLERANCE, finite, is_half, same_oddities
 from medusa_heads.machine.graphs import nothing_collected
 from medusa_heads.machine.programs import Program
 from medusa_heads.machine.watched import NothingRead, Watched
@@ -160,12 +160,11 @@ class Recording:
 
 def _difference(one: Tensor, other: Tensor, before: Tensor) -> float:
     if one.is_floating_point():
-        if not torch.equal(one.isnan(), other.isnan()):
+        if not same_oddities(one, other):
             return 1.0
-        off = (one - other).where(one != other, 0.0).float().nan_to_num()
-        if bool(off.norm() <= TOLERANCE[is_half(one.dtype)] * other.float().nan_to_num().norm()):
+        off, changed = (finite(other - each).float() for each in (one, before))
+        if bool(off.norm() <= TOLERANCE[is_half(one.dtype)] * finite(other).float().norm()):
             return 0.0
-        changed = (other - before).where(other != before, 0.0).float().nan_to_num()
     else:
         off, changed = (other.double() - each.double() for each in (one, before))
     share = off.abs().sum() / changed.abs().sum()  # infinite where nothing was to change

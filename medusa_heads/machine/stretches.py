@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from medusa_heads.agreement import TOLERANCE, is_half
+from medusa_heads.agreement import TOLERANCE, finite, is_half, same_oddities
 
 _NEARLY = 0.9  # of whole numbers, for two results to be the same
 # Of one result, which a compiler makes few kernels of where they stand side by side.
@@ -136,11 +136,10 @@ def _same(got: Tensor, expected: Tensor) -> bool:
         return False
     if not got.is_floating_point():  # what is nearly as large may stand in its place
         return not got.numel() or float((got == expected).float().mean()) >= _NEARLY
-    if not torch.equal(got.isnan(), expected.isnan()):
+    if not same_oddities(got, expected):
         return False
-    difference = (got - expected).where(got != expected, 0.0).float().nan_to_num().norm()
-    allowed = TOLERANCE[is_half(got.dtype)] / 10 * expected.float().nan_to_num().norm()
-    return bool(difference <= allowed)
+    difference, allowed = finite(got - expected).float().norm(), TOLERANCE[is_half(got.dtype)] / 10
+    return bool(difference <= allowed * finite(expected).float().norm())
 
 
 def parts_of(graph: fx.Graph) -> Iterator[fx.Node | Stretch]:

@@ -197,6 +197,8 @@ class CapturedTarget(CompiledTarget):
         return compiled
 
     def _as_they_are(self, error: Exception) -> None:
+        if isinstance(error, torch.OutOfMemoryError):  # there may be memory for others
+            return
         self._parts = None
         reason = f"decoding goes on by kernels as they are: {first_line(error)}"
         warnings.warn(reason, MedusaWarning, stacklevel=3)

@@ -155,6 +155,18 @@ def test_compilers_that_fail(given: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @torch.no_grad()
+def test_want_of_memory_says_nothing_of_a_part(given: Any) -> None:
+    def full(module: fx.GraphModule, examples: Any) -> Any:
+        raise torch.OutOfMemoryError("none left")
+
+    known: dict[str, Any] = {}
+    with pytest.raises(torch.OutOfMemoryError):
+        traced(layers(*given)).compiled(full, known)
+    traced(layers(*given)).compiled(Counting(), known)
+    assert len(known) == 1 and None not in known.values()
+
+
+@torch.no_grad()
 def test_nothing_is_drawn(given: Any) -> None:
     """Texts are drawn by that stream."""
     program, before = traced(layers(*given)), torch.get_rng_state()

@@ -141,15 +141,17 @@ def test_what_asks_the_host_is_refused(seen: bool) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("wrong", ["nothing", "a row", "rows", "no number", "at first", "still"])
+@pytest.mark.parametrize(
+    "wrong", ["nothing", "a row", "rows", "no number", "infinite", "at first", "still"]
+)
 def test_it_is_compared_with_the_function(compiled: bool, wrong: str) -> None:
     """It must do the same; where parts are compiled, most times nearly so, in all memory."""
     many, rows = torch.zeros(1000, device=DEVICE), torch.zeros(10, dtype=torch.long, device=DEVICE)
     one, by = (torch.arange(10, device=DEVICE) == 3).long(), torch.ones_like(rows)
-    more = dict.fromkeys(("a row", "rows", "no number"), 0.0)
+    more = dict.fromkeys(("a row", "rows", "no number", "infinite"), 0.0)
 
     def step() -> None:
-        many.add_(by[0] + more["no number"])
+        many.add_(by[0] + more["no number"] + more["infinite"])
         rows.add_(by).add_(one * int(more["a row"])).add_(by * int(more["rows"]))
 
     step()
@@ -158,7 +160,7 @@ def test_it_is_compared_with_the_function(compiled: bool, wrong: str) -> None:
     answers: list[bool | None] = []
     for turn in range(3):
         if wrong in more:
-            more[wrong] = torch.nan if wrong == "no number" else 1.0
+            more[wrong] = {"no number": torch.nan, "infinite": -torch.inf}.get(wrong, 1.0)
         elif wrong == "at first":
             more["rows"] = float(turn == 0)
         elif wrong == "still":
@@ -176,6 +178,7 @@ def test_it_is_compared_with_the_function(compiled: bool, wrong: str) -> None:
         "a row": [None, None, True] if compiled else [False],
         "rows": refused,
         "no number": refused,
+        "infinite": refused,
         "at first": [None, True] if compiled else [False],
         "still": [None, None, None],  # which says nothing
     }

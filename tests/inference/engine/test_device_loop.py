@@ -20,11 +20,13 @@ from medusa_heads import HeadsConfig, MedusaModel, new_heads
 from medusa_heads.inference.acceptance.at_once import DeepestPath, deepest_path
 from medusa_heads.inference.engine import device_loop, device_state
 from medusa_heads.inference.engine.noise import NoiseOnDevice
+from medusa_heads.inference.engine.reading import Reading
 from medusa_heads.inference.engine.state import DecodingState, padded_mask
 from medusa_heads.inference.models.training_free import TrainingFreeModel
 from medusa_heads.target.attention import TreeMask
 from medusa_heads.trees.tree import TokenTree
 from tests.conftest import DEVICE, TinyLlama
+from tests.inference.clock import Clock
 from tests.inference.on_device import (
     LATE,
     NEW,
@@ -271,3 +273,16 @@ def test_trained_heads_are_as_often_right() -> None:
         accepted.append((model.last_stats.accepted, model.last_stats.steps, made.tolist()))
     assert accepted[0] == accepted[1]
     assert max(accepted[0][0]) >= 3
+
+
+def test_a_steps_seconds_are_of_those_that_only_do_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is made in one is no reason to make more: it is seen when the next has been begun."""
+    clock = Clock(monkeypatch)
+    reading = Reading(torch.zeros(8), levels=1)
+    for usual, seconds in ((False, 9.0), (True, 1.0), (True, 2.0), (False, 9.0), (True, 9.0)):
+        reading.goes_on(None)
+        reading.begins(usual)
+        reading.sizes.append(None)
+        clock.work(seconds)
+    reading.goes_on(None)
+    assert reading.usual_seconds == pytest.approx(2.0, abs=1e-3)
