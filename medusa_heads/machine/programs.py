@@ -31,7 +31,9 @@ class Program:
         reshapes: whether a tensor got another shape in place, of which no part is compiled.
     """
 
-    def __init__(self, graph: fx.Graph, given: Sequence[Tensor], watched: Watched) -> None:
+    def __init__(
+        self, graph: fx.Graph, given: Sequence[Tensor], watched: Watched | Program
+    ) -> None:
         self._graph, self._given = graph, list(given)
         self.held, self.written = watched.held, watched.written
         self.reshapes = False
@@ -88,9 +90,7 @@ class Program:
                 call = graph.call_function(made, tuple(found[node] for node in part.given))
                 for place, node in enumerate(part.results):
                     found[node] = graph.call_function(operator.getitem, (call, place))
-        program = Program(graph, self._given, Watched())
-        program.held, program.written = self.held, self.written
-        return program
+        return Program(graph, self._given, self)
 
 
 def traced(function: Callable[[], Any]) -> Program:
