@@ -35,7 +35,8 @@ class Program:
         self, graph: fx.Graph, given: Sequence[Tensor], watched: Watched | Program
     ) -> None:
         self._graph, self._given = graph, list(given)
-        self.held, self.written = watched.held, watched.written
+        self.held: dict[int, Any] = watched.held
+        self.written: dict[int, torch.dtype] = watched.written
         self.reshapes = False
 
     def __call__(self) -> list[Tensor]:
