@@ -31,6 +31,7 @@ DEVICE = os.environ.get("MEDUSA_HEADS_TEST_DEVICE", "cpu")
 
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # read where kernels for GPUs are imported
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or models would be loaded onto a GPU by themselves
 os.environ["TRITON_CACHE_DIR"] = os.environ["HF_HOME"] + "/triton"
 
 MOST_WORKERS = 8  # each takes 1.5 GB

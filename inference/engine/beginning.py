@@ -69,6 +69,7 @@ class Beginning:
     ) -> None:
         config = generation_config
         _refuse_unsupported(config, model_kwargs)
+        input_ids_BT = _on_device(input_ids_BT, model_kwargs, target.device)
         padding = _left_padding(input_ids_BT, model_kwargs.get("attention_mask"))
         _check_positions(model_kwargs.get("position_ids"), padding)
         trusted = capability(target)
@@ -210,6 +211,16 @@ def _refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) 
             f"tree decoding does not support {', '.join(refused)}: leave it out, or call the "
             "target's own generate()"
         )
+
+
+def _on_device(input_ids_BT: Tensor, model_kwargs: dict[str, Any], device: torch.device) -> Tensor:
+    """What generate() was given, where the target is: transformers only warns of another place."""
+    if device.type == "meta":  # until a forward fetches its weights
+        return input_ids_BT
+    for name in _READ_HERE:
+        if isinstance(given := model_kwargs.get(name), Tensor):
+            model_kwargs[name] = given.to(device)
+    return input_ids_BT.to(device)
 
 
 def _left_padding(input_ids_BT: Tensor, attention_mask_BT: Tensor | None) -> list[int]:

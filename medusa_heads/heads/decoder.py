@@ -78,6 +78,22 @@ class DecoderHeads(DraftHeads):
         return hidden_RE.unflatten(-1, (self.config.num_heads, -1))
 
 
+class Turned(nn.Module):
+    """Layers with rotary positions of transformers."""
+
+    def turn_by(self, rotary: Any) -> None:
+        # In a tuple, because its frequencies keep their precision whatever the layers are cast to.
+        self._rotary = (rotary,)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """The frequencies lie where the weights do: a step that fetches them waits."""
+        moved = super()._apply(fn, recurse)
+        device = next(self.parameters()).device
+        if device.type != "meta":
+            self._rotary[0].to(device)
+        return moved
+
+
 def settings_of(
     shape: LayerShape, of_config: Any, of_rotary: Any, hidden_size: int, num_layers: int = 1
 ) -> tuple[Any, Any]:

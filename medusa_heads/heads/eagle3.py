@@ -26,10 +26,10 @@ from medusa_heads.config import HeadsConfig
 from medusa_heads.decoder_shape import DecoderShape
 from medusa_heads.heads.base import After
 from medusa_heads.heads.chains import Chains
-from medusa_heads.heads.decoder import DecoderHeads, settings_of
+from medusa_heads.heads.decoder import DecoderHeads, Turned, settings_of
 
 
-class Eagle3Layer(nn.Module):
+class Eagle3Layer(Turned):
     """The decoder layer; fresh, it hands the hidden state on."""
 
     def __init__(self, hidden_size: int, shape: DecoderShape) -> None:
@@ -42,8 +42,7 @@ class Eagle3Layer(nn.Module):
 
         super().__init__()
         self.config, rotary = settings_of(shape, LlamaConfig, LlamaRotaryEmbedding, hidden_size)
-        # In a tuple, because its frequencies keep their precision whatever the layer is cast to.
-        self._rotary = (rotary,)
+        self.turn_by(rotary)
         self._norm_before_residual = shape.norm_before_residual
         self.self_attn = LlamaAttention(self.config, layer_idx=0)
         for name in ("q_proj", "k_proj", "v_proj"):

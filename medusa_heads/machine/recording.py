@@ -8,7 +8,7 @@ in the time that the function takes, and leaves as little to the host.
 from __future__ import annotations
 
 import inspect
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -30,7 +30,8 @@ _MOST_COMPARED = 1 << 28  # bytes
 _COMPARED, _ROUNDED = 3, 0.3
 _CONFIGS = {"PretrainedConfig", "PreTrainedConfig"}
 _HOOKS = {"_forward_hooks", "_forward_pre_hooks"}
-_PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
+_PLAIN = {int, float, bool, str, bytes, type(None), torch.dtype, torch.device}
+_CONTAINERS = {dict, OrderedDict, set, list, tuple}  # of which an empty one says nothing
 
 
 def records(device: torch.device) -> bool:
@@ -193,10 +194,11 @@ def standing(*roots: object) -> tuple[Any, ...]:
     plain values, hooks, and how torch multiplies. Where it is the same, the recording serves."""
     found: list[Any] = [_how()]
     seen: dict[int, object] = {}
-    left: deque[object] = deque(roots)
-    while left:
-        each = left.popleft()
-        if isinstance(each, _PLAIN):
+    left: list[object] = list(roots)
+    classes: dict[type, Any] = {}
+    for each in left:  # which grows meanwhile
+        kind = type(each)
+        if kind in _PLAIN:
             found.append(each)
             continue
         if id(each) in seen:
@@ -206,7 +208,7 @@ def standing(*roots: object) -> tuple[Any, ...]:
             found.append((each.data_ptr(), each.shape, each.stride(), each.dtype))
         elif isinstance(each, dict):
             for name, value in each.items():
-                found.append(name if isinstance(name, _PLAIN) else type(name).__name__)
+                found.append(name if type(name) in _PLAIN else type(name).__name__)
                 left.append(value)
         elif isinstance(each, set | frozenset):
             found.append(sorted(map(str, each)))
@@ -214,16 +216,27 @@ def standing(*roots: object) -> tuple[Any, ...]:
             found.append(len(each))
             left.extend(each)
         elif isinstance(each, nn.Module):
-            found += [type(each), _number(type(each).forward)]
-            attributes = vars(each)
-            hooks = [hook for name in _HOOKS for hook in attributes[name].values()]
-            found += [_number(hook) for hook in hooks if not only_notes(hook)]
-            left.extend(attributes[name] for name in sorted(attributes.keys() - _HOOKS))
-        elif _is_looked_into(type(each)):
+            if kind not in classes:
+                classes[kind] = _number(type(each).forward)
+            found += [kind, classes[kind]]
+            # A module has some twenty attributes, most of them empty or plain, and a model many
+            # modules, of which every text asks.
+            for name, value in vars(each).items():
+                if name in _HOOKS:
+                    hooks = [hook for hook in value.values() if not only_notes(hook)]
+                    found += map(_number, hooks)
+                elif type(value) in _PLAIN:
+                    found += [name, value]
+                elif type(value) not in _CONTAINERS or value:
+                    found.append(name)
+                    left.append(value)
+        elif _is_looked_into(kind):
             attributes = getattr(each, "__dict__", {})
             left.extend(attributes[name] for name in sorted(attributes))
         elif callable(each):
             found.append(_number(each))
+        elif isinstance(each, tuple(_PLAIN)):  # a member of an Enum that is a word, say
+            found.append(each)
     return tuple(found)
 
 

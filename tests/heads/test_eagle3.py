@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,8 +14,9 @@ from medusa_heads.config import HeadsConfig
 from medusa_heads.decoder_shape import DecoderShape
 from medusa_heads.heads import Eagle3Heads, new_heads
 from medusa_heads.heads.chains import Chains
+from medusa_heads.heads.decoder import Turned
 from medusa_heads.target.target import TargetModel
-from tests.conftest import TinyLlama
+from tests.conftest import DEVICE, TinyLlama
 from tests.inference.rereading import random_heads
 
 GROUPED = DecoderShape(
@@ -201,6 +202,19 @@ def test_positions_keep_their_precision_in_bf16(tiny_llama: TinyLlama) -> None:
     heads.to(torch.bfloat16)
     after = heads.decoder.midlayer._rotary[0].inv_freq
     assert after.dtype == torch.float32 and torch.equal(before, after)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
+def test_positions_follow_the_weights_to_their_device(
+    tiny_llama: TinyLlama, kind: Literal["eagle3", "block"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And to no other precision: what a step would have to fetch cannot be recorded."""
+    heads: Any = new_heads(tiny_llama(), HeadsConfig(num_heads=2, kind=kind))
+    (layers,) = (layers for layers in heads.modules() if isinstance(layers, Turned))
+    moved: list[Any] = []
+    monkeypatch.setattr(layers._rotary[0], "to", lambda *where: moved.append(where))
+    heads.to(DEVICE, torch.bfloat16)
+    assert moved == [(next(layers.parameters()).device,)]
 
 
 @pytest.mark.parametrize(

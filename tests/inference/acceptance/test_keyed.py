@@ -90,7 +90,8 @@ def test_a_seed_fixes_the_text_and_the_next_call_writes_another(
     target: TargetModel, heads: Any
 ) -> None:
     model = drafting(target, heads, "7")
-    inputs: Any = {"input_ids": torch.tensor([PROMPT]), "attention_mask": torch.ones(1, 6)}
+    ids = torch.tensor([PROMPT], device=target.device)
+    inputs: Any = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     inputs |= {"max_new_tokens": 40, "pad_token_id": 0, **SAMPLING}
     texts: list[Any] = []
     for seeded in (True, False, True):
