@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from medusa_heads import TargetModel
@@ -115,8 +114,9 @@ def test_modules_with_a_recurrent_state(tmp_path: Path) -> None:
 
 
 def test_versions_that_run_no_modules(tiny_llama: TinyLlama, monkeypatch: Any) -> None:
-    monkeypatch.setattr(transformers.modeling_layers, "MtpModel", object, raising=False)
-    monkeypatch.setattr(transformers, "__version__", "5.19.0")
+    # By their names: what was imported first may not be what is imported now.
+    monkeypatch.setattr("transformers.modeling_layers.MtpModel", object, raising=False)
+    monkeypatch.setattr("transformers.__version__", "5.19.0")
     with pytest.raises(ValueError, match=r"need transformers 5.20 or later, and this is 5.19.0"):
         load_mtp(TargetModel(tiny_llama()))
     assert mtp.load_mtp is load_mtp
