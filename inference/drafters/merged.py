@@ -212,7 +212,7 @@ def _learn(counts_2G: Tensor, drafted: Continuation, following_BP: Tensor, fresh
     drafted_BPG = (groups_BP[..., None] == groups_G) & counts_BP[..., None]
     drafted_G = drafted_BPG.sum(dim=(0, 1))
     accepted_G = (drafted_BPG & right_BP[..., None]).sum(dim=(0, 1))
-    counts_2G.mul_(_KEPT**drafted_G).add_(torch.stack([accepted_G, drafted_G]))
+    counts_2G.copy_(counts_2G * _KEPT**drafted_G + torch.stack([accepted_G, drafted_G]))
 
 
 class _Texts(Memory):

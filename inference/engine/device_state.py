@@ -148,7 +148,7 @@ class DeviceState(DecodingState):
     @property
     def again_B(self) -> Tensor:
         """Tokens that the target reads again in front of each row's next tree."""
-        return torch.zeros_like(self.lengths_B)
+        return torch.zeros_like(self.padding_B)  # which no step writes
 
     @property
     def most_B(self) -> Tensor:
@@ -206,13 +206,16 @@ class DeviceState(DecodingState):
         self.fresh_B.copy_(count_B1[:, 0])
         self.lengths_B.add_(count_B1[:, 0])
         self.written_B.add_(count_B1[:, 0])
-        self.room_B.copy_((room_B1 - count_B1).where(~(ends_BA & taken_BA).any(1, True), 0)[:, 0])
+        left_B1 = (room_B1 - count_B1).where(~(ends_BA & taken_BA).any(1, True), 0)
+        self.room_B.copy_(left_B1[:, 0])
         moved_B = moves_B1[:, 0]
-        told = [(self.room_B > 0).sum(), moved_B.sum(), count_B1.sum(), self.again_B.amax()]
-        self.figures[: self._levels + 5] = torch.cat([torch.stack(told), tokens_BA[0]])
+        told = [(left_B1 > 0).sum(), moved_B.sum(), count_B1.sum(), self.again_B.amax()]
+        figures = [torch.stack(told), tokens_BA[0]]
         if expected_BN is not None:
             own_BN = expected_BN.where(moves_B1, 0.0)
-            self.figures[self._levels + 5 :] = own_BN.sum(dim=0) / moved_B.sum().clamp_min(1)
+            figures.append(own_BN.sum(dim=0) / moved_B.sum().clamp_min(1))
+        said = torch.cat(figures)
+        self.figures[: len(said)] = said
 
     def _keep(self, nodes_BA: Tensor, taken_BA: Tensor) -> None:
         """Of the tree just read, keep in the cache what is taken."""

@@ -273,7 +273,11 @@ def padded_mask(
         padding_B: slots of left padding.
     """
     visible_BNS = valid_BS[:, None].repeat(1, tree.num_nodes, 1)
-    visible_BNS[:, :, slots_from(first, tree.num_nodes)] = tree.ancestors_BNN
+    slots_N = slots_from(first, tree.num_nodes)
+    if isinstance(slots_N, slice):
+        visible_BNS[:, :, slots_N] = tree.ancestors_BNN
+    else:  # of which a compiler makes one kernel with what is before
+        visible_BNS = visible_BNS.index_copy(2, slots_N, tree.ancestors_BNN)
     positions_BN = positions_B1 + tree.depth_BN
     if last_B is not None:
         positions_BN = positions_BN.minimum(last_B[:, None])

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from medusa_heads.machine.stretches import Stretch, like_of, parts_of
-from medusa_heads.machine.watched import NothingRead, Watched
+from medusa_heads.machine.stretches import Stretch, like_of, parts_of, places_of
+from medusa_heads.machine.watched import NothingRead, Watched, tensors_of, written_by
 
 _LEAST = 24  # kernels less, for which it is worth to compile something
 
@@ -100,7 +100,7 @@ def traced(function: Callable[[], Any]) -> Program:
     noting = _Noting()
     with noting, NothingRead():
         results = function()
-    return noting.program([leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)])
+    return noting.program(list(tensors_of(results)))
 
 
 class _Noting(Watched):
@@ -118,8 +118,10 @@ class _Noting(Watched):
         kwargs = kwargs or {}
         # Before it is done, or what is written to in place might count as made here.
         given, named = tree_map_only(Tensor, self._node, (args, kwargs))
+        memory = places_of(tensors_of((args, kwargs))), places_of(written_by(func, args, kwargs))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         node = self._graph.call_function(func, given, named)
+        node.meta["reads"], node.meta["writes"] = memory
         if isinstance(result, Tensor):
             self._note(result, node)
         elif isinstance(result, tuple | list):

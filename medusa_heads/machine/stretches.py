@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor, fx, nn
 from medusa_heads.agreement import TOLERANCE, finite, is_half, same_oddities
 
 _NEARLY = 0.9  # of whole numbers, for two results to be the same
-# Of one result, which a compiler makes few kernels of where they stand side by side.
+_LARGEST = 1 << 28  # bytes of what a part reads or makes: it is tried on as much
+# Which a compiler makes few kernels of where they stand side by side.
 _SMALL = frozenset(
     (
         *("add", "sub", "rsub", "mul", "div", "floor_divide", "remainder", "neg", "abs", "pow"),
@@ -23,7 +25,16 @@ _SMALL = frozenset(
         *("eq", "ne", "lt", "le", "gt", "ge", "__and__", "__or__", "bitwise_and", "bitwise_or"),
         *("bitwise_not", "logical_and", "logical_or", "logical_not", "isnan", "nan_to_num"),
         *("where", "masked_fill", "cat", "stack", "clone", "to", "_to_copy", "roll", "repeat"),
-        *("gather", "index", "index_select", "embedding", "scatter", "argsort"),
+        *(
+            "gather",
+            "index",
+            "index_select",
+            "embedding",
+            "scatter",
+            "index_copy",
+            "argsort",
+            "pad",
+        ),
         *("searchsorted", "arange", "zeros", "ones", "full", "zeros_like", "ones_like"),
         *("full_like", "new_zeros", "new_full", "eye", "tril", "triu"),
     )
@@ -32,6 +43,7 @@ _SMALL = frozenset(
 _VIEWS = frozenset(
     (
         *("view", "_unsafe_view", "reshape", "flatten", "unflatten", "contiguous", "expand"),
+        *("view_as", "expand_as", "unfold"),
         *("transpose", "permute", "unsqueeze", "squeeze", "slice", "select", "narrow", "t"),
         *("alias", "detach", "split", "split_with_sizes", "chunk", "unbind"),
     )
@@ -44,10 +56,18 @@ class Like(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def once(self) -> list[int]:
+        """The shape without what is there again and again."""
+        return [size if step else 1 for size, step in zip(self.shape, self.stride, strict=True)]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.once) * self.dtype.itemsize
+
     def example(self) -> Tensor:
         """A tensor of this kind, of random numbers; of whole ones zeros: they may be indices."""
-        once = [size if step else 1 for size, step in zip(self.shape, self.stride, strict=True)]
-        made = torch.empty_strided(once, self.stride, dtype=self.dtype, device=self.device)
+        made = torch.empty_strided(self.once, self.stride, dtype=self.dtype, device=self.device)
         # Not from the stream that texts draw from.
         random = torch.Generator(self.device).manual_seed(0)
         if self.dtype.is_floating_point:
@@ -143,18 +163,39 @@ def _same(got: Tensor, expected: Tensor) -> bool:
 
 
 def parts_of(graph: fx.Graph) -> Iterator[fx.Node | Stretch]:
-    """The operations of a program in an order that does the same, small ones in stretches: they
-    wait for what needs them, or what writes where they might read."""
+    """The operations of a program in an order that does the same, small ones in stretches: these
+    wait for what needs them, and what writes the memory that was there waits behind them, for what
+    looks there."""
     waiting: dict[fx.Node, None] = {}
+    behind: dict[fx.Node, None] = {}
     for node in graph.nodes:
-        waits = not waiting.keys().isdisjoint(node.all_input_nodes)
+        given = node.all_input_nodes
+        written = {place for each in behind for place in each.meta["writes"]}
+        if not behind.keys().isdisjoint(given) or not written.isdisjoint(_reads(node)):
+            yield from _stretch(waiting)
+            yield from behind
+            waiting, behind = {}, {}
+        waits = not waiting.keys().isdisjoint(given)
         if _is_small(node) or (waits and _is_view(node)):
             waiting[node] = None
-            continue
-        if waiting and (waits or _writes(node)):
-            yield from _stretch(waiting)
-            waiting = {}
-        yield node
+        elif waiting and _writes(node):
+            behind[node] = None
+        else:
+            if waits or node.op == "output":
+                yield from _stretch(waiting)
+                yield from behind
+                waiting, behind = {}, {}
+            yield node
+
+
+def places_of(tensors: Iterable[Tensor]) -> frozenset[int]:
+    """Where they lie: one address for all that share memory."""
+    return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors) - {0}
+
+
+def _reads(node: fx.Node) -> frozenset[int]:
+    places: frozenset[int] = node.meta.get("reads", frozenset())
+    return places
 
 
 def _stretch(waiting: Mapping[fx.Node, None]) -> Iterator[Stretch]:
@@ -170,10 +211,14 @@ def _name(node: fx.Node) -> str:
 
 
 def _is_small(node: fx.Node) -> bool:
-    if _name(node) not in _SMALL or _writes(node) or not isinstance(node.meta.get("like"), Like):
+    if _name(node) not in _SMALL or _writes(node):
         return False
-    given = [n.meta.get("like") for n in node.all_input_nodes]
-    return None not in given and len({like.device for like in (node.meta["like"], *given)}) == 1
+    made = [node] if "like" in node.meta else list(node.users)  # of several results
+    told = [each.meta.get("like") for each in (*node.all_input_nodes, *made)]
+    likes = [like for like in told if isinstance(like, Like)]
+    if len(likes) < len(told) or max(like.nbytes for like in likes) > _LARGEST:
+        return False
+    return len({like.device for like in likes}) == 1
 
 
 def _is_view(node: fx.Node) -> bool:

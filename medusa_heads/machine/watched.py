@@ -35,18 +35,15 @@ class Watched(TorchDispatchMode):
         kwargs = kwargs or {}
         if asks(func, args, kwargs) is not None:
             raise RuntimeError(f"{func} asks the host")
-        for leaf in _tensors((args, kwargs)):
+        for leaf in tensors_of((args, kwargs)):
             storage = leaf.untyped_storage()
             if storage.data_ptr() not in self._made:
                 self.held[storage.data_ptr()] = storage
-        for place, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = args[place] if place < len(args) else kwargs.get(argument.name)
-                for leaf in _tensors(given):
-                    if (address := leaf.untyped_storage().data_ptr()) in self.held:
-                        self.written.setdefault(address, leaf.dtype)
+        for leaf in written_by(func, args, kwargs):
+            if (address := leaf.untyped_storage().data_ptr()) in self.held:
+                self.written.setdefault(address, leaf.dtype)
         result = func(*args, **kwargs)
-        made = {leaf.untyped_storage().data_ptr() for leaf in _tensors(result)}
+        made = {leaf.untyped_storage().data_ptr() for leaf in tensors_of(result)}
         self._made |= made - self.held.keys()
         return result
 
@@ -62,5 +59,12 @@ class NothingRead(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
+def tensors_of(tree: Any) -> Iterator[Tensor]:
     return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def written_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """What an operation of the dispatcher writes to."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_of(args[place] if place < len(args) else kwargs.get(argument.name))

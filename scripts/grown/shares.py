@@ -1,0 +1,212 @@
+"""How much of a step on a GPU is the target's own forward, and in which kernels its time goes.
+
+python -m scripts.grown.shares --shape 7b --batch_sizes 1 8 32 --output runs/shares.json
+
+Heads alone, and `auto` where it verifies as many nodes, decode held-out prompts, a small target
+grown as target.py does it. Beside their steps stands the forward of as many nodes behind as many
+tokens, recorded as they are, by itself: what a step takes beyond that is drafts, acceptance and
+bookkeeping.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoTokenizer, logging
+from transformers.utils.logging import disable_progress_bar
+
+from medusa_heads import MedusaModel
+from medusa_heads.cli.flags.arguments import command
+from medusa_heads.hub.pull import find_checkpoint
+from medusa_heads.inference.bench.prompts import held_out_prompts
+from medusa_heads.inference.engine.state import padded_mask
+from medusa_heads.inference.models.named_target import named_target
+from medusa_heads.machine import describe_machine, find_device
+from medusa_heads.target import captured
+from medusa_heads.target.captured import CapturedTarget
+from medusa_heads.trees.tree import TreeShape
+from scripts.grown.model import grown_medusa
+from scripts.measure.written import write_report
+
+_WARM_UP, _TEXTS, _FORWARDS, _KERNELS = 3, 3, 20, 12  # of each: texts, texts, calls, rows to show
+
+
+@dataclass
+class Arguments:
+    """What to measure."""
+
+    heads: str = field(default="assets/demo-heads", metadata={"help": "heads checkpoint"})
+    shape: Literal["own", "0.1b", "1b", "7b"] = field(
+        default="7b", metadata={"help": "what it and its target are grown to"}
+    )
+    dtype: Literal["bfloat16", "float32"] = field(
+        default="bfloat16", metadata={"help": "of the weights"}
+    )
+    compile: Literal["capture", "kernels"] = field(
+        default="kernels", metadata={"help": "how steps are recorded"}
+    )
+    batch_sizes: list[int] = field(
+        default_factory=lambda: [1, 8, 32], metadata={"help": "texts decoded together"}
+    )
+    nodes: int = field(default=16, metadata={"help": "that a step verifies, the root included"})
+    prompt_length: int = field(default=64, metadata={"help": "tokens in each prompt"})
+    new_tokens: int = field(default=128, metadata={"help": "tokens after each prompt"})
+    device: str | None = field(default=None, metadata={"help": "such as cuda"})
+    output: str = field(default="runs/shares.json", metadata={"help": "the numbers"})
+
+
+@torch.no_grad()
+def write(arguments: Arguments) -> None:
+    """Measure as the flags say, and write what comes out."""
+    if min(*arguments.batch_sizes, arguments.nodes - 1, arguments.new_tokens) < 1:
+        raise ValueError("expected rows and new tokens of at least 1, and nodes of at least 2")
+    device = find_device(arguments.device)
+    if not captured.records(device):
+        raise ValueError(f"steps are recorded on an NVIDIA GPU alone, and this is {device}")
+    machine, checkpoint = describe_machine(), find_checkpoint(arguments.heads)
+    logging.set_verbosity_error()
+    disable_progress_bar()
+    where: dict[str, Any] = {"dtype": getattr(torch, arguments.dtype), "device": device}
+    if arguments.shape == "own":
+        medusa = MedusaModel.from_pretrained(checkpoint, tree="none", compile=False, **where)
+    else:
+        medusa, _ = grown_medusa(str(checkpoint), arguments.shape, **where)
+    target: Any = medusa.target.model
+    target.generation_config.eos_token_id = None  # texts of one length
+    name, revision = named_target(checkpoint)
+    prompts = held_out_prompts(
+        AutoTokenizer.from_pretrained(name, revision=revision or "main"),
+        num_prompts=max(arguments.batch_sizes) * 2,
+        prompt_length=arguments.prompt_length,
+        seed=1,
+    )
+    rows = [
+        of_steps(medusa, arguments, prompts, rows, tree)
+        for rows in arguments.batch_sizes
+        for tree in (f"static:{arguments.nodes - 1}", "auto")
+    ]
+    told = {name: getattr(arguments, name) for name in ("shape", "dtype", "compile", "nodes")}
+    report = told | {"machine": machine, "steps": rows}
+    write_report(arguments.output, report, table_of(rows), *map(kernels_of, rows))
+
+
+def of_steps(
+    medusa: MedusaModel, arguments: Arguments, prompts: list[list[int]], rows: int, tree: str
+) -> dict[str, Any]:
+    """Texts of so many rows, and the forwards of their trees, in milliseconds. Raises ValueError:
+    steps cannot be recorded here."""
+    heads, compile = medusa.heads, arguments.compile
+    model = MedusaModel(medusa.target.model, heads, tree=tree, compile=compile)
+    target = model.target
+    assert isinstance(target, CapturedTarget)
+    if model.drafter.sizes:
+        model.drafter.sizes = [arguments.nodes - 1]
+    began, seconds, tokens = time.perf_counter(), [], []
+    for turn in range(_WARM_UP + _TEXTS):
+        generate(model, arguments.new_tokens, [prompts[(turn + i) % rows] for i in range(rows)])
+        stats = model.last_stats
+        if "step" not in stats.seconds:
+            raise ValueError("steps cannot be recorded here, as a warning says")
+        if turn == _WARM_UP - 1:
+            ready = time.perf_counter() - began
+        elif turn >= _WARM_UP:
+            seconds.append(stats.seconds["step"] / (stats.forwards - 1))
+            tokens.append(stats.tokens_per_step)
+    context = arguments.prompt_length + arguments.new_tokens // 2
+    slots = arguments.prompt_length + arguments.new_tokens + model.drafter.num_nodes
+    forward, of_one = (
+        forward_seconds(target, rows, nodes, context, slots) for nodes in (arguments.nodes, 1)
+    )
+    kinds = [ProfilerActivity.CUDA if target.device.type == "cuda" else ProfilerActivity.CPU]
+    with profile(activities=kinds) as profiled:
+        generate(model, arguments.new_tokens, prompts[:rows])
+    spent = "self_device_time_total" if target.device.type == "cuda" else "self_cpu_time_total"
+    steps = model.last_stats.forwards - 1
+    events = [(getattr(e, spent) / steps, e.count / steps, e.key) for e in profiled.key_averages()]
+    kernels = sorted((event for event in events if event[0] > 0), reverse=True)
+    return {
+        "rows": rows,
+        "tree": tree,
+        "ready_seconds": ready,
+        "tokens_per_step": median(tokens),
+        "step": 1e3 * median(seconds),
+        "forward": 1e3 * forward,
+        "forward_of_one": 1e3 * of_one,
+        "beside": median(seconds) / forward - 1,
+        "kernels_started": sum(count for _, count, _ in kernels),
+        "kernels": [dict(zip(("us", "calls", "name"), each, strict=True)) for each in kernels[:40]],
+    }
+
+
+def generate(model: MedusaModel, new_tokens: int, prompts: list[list[int]]) -> None:
+    """Decode greedily."""
+    ids = torch.tensor(prompts, device=model.target.device)
+    options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+    model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+
+
+def forward_seconds(
+    target: CapturedTarget, rows: int, nodes: int, context: int, slots: int
+) -> float:
+    """The mean of forwards of a chain of so many nodes behind a text, one behind the other."""
+    cache = target.new_cache(rows, slots)
+    tokens_BN = torch.ones(rows, nodes, dtype=torch.long, device=target.device)
+    tree = TreeShape.from_choices([(0,) * depth for depth in range(1, nodes)]).tree(tokens_BN)
+    slots_C = torch.arange(target.capacity(slots), device=target.device)
+    valid_BC = (slots_C < context).expand(rows, -1)
+    places_B1 = torch.full((rows, 1), context, device=target.device)
+    mask = padded_mask(tree, valid_BC, places_B1, None, context, torch.zeros_like(places_B1[:, 0]))
+    with target.capture_hidden():
+        for _ in range(_WARM_UP):
+            target.verify(tree, cache, mask)
+        return seconds_of(lambda: target.verify(tree, cache, mask), target) / _FORWARDS
+
+
+def seconds_of(function: Callable[[], object], target: CapturedTarget) -> float:
+    """All calls together."""
+    wait(target)
+    started = time.perf_counter()
+    for _ in range(_FORWARDS):
+        function()
+    wait(target)
+    return time.perf_counter() - started
+
+
+def wait(target: CapturedTarget) -> None:
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+
+
+def table_of(rows: list[dict[str, Any]]) -> Table:
+    """Milliseconds, and what is beside the forward."""
+    table = Table("rows", "tree", "ready, s", "tokens per step", "step", "forward", "of one node")
+    table.add_column("beside", justify="right")
+    for row in rows:
+        times = [f"{row[name]:.2f}" for name in ("tokens_per_step", "step", "forward")]
+        ready, one = f"{row['ready_seconds']:.1f}", f"{row['forward_of_one']:.2f}"
+        beside = f"{row['beside']:.1%}"
+        table.add_row(str(row["rows"]), row["tree"], ready, *times, one, beside)
+    return table
+
+
+def kernels_of(row: dict[str, Any]) -> Table:
+    """Which take most of a step."""
+    started = f"{row['kernels_started']:.0f} kernels a step"
+    table = Table("us", "calls", "kernel", title=f"{row['rows']} rows, {row['tree']}: {started}")
+    for kernel in row["kernels"][:_KERNELS]:
+        table.add_row(f"{kernel['us']:.0f}", f"{kernel['calls']:.1f}", kernel["name"][:70])
+    return table
+
+
+main = command("scripts.grown.shares", write, __doc__)
+
+if __name__ == "__main__":
+    sys.exit(main())
