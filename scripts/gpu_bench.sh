@@ -21,16 +21,15 @@ NUM_PROMPTS=${NUM_PROMPTS:-8}         # for each batch size, and two batches at 
 NEW_TOKENS=${NEW_TOKENS:-64}
 COMPILE=${COMPILE:-1}                 # 0: leave out what torch.compile makes faster
 PATIENCE=${PATIENCE:-1}               # every time limit times this, where there is no GPU
-LIMIT=$((530 * PATIENCE))             # seconds for everything
+LIMIT=${LIMIT:-$((530 * PATIENCE))}    # seconds for everything
 OUT=${OUT:-runs/gpu_bench}
 PYTHON=${PYTHON:-python3}
 
 export OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1
 mkdir -p "$OUT" || exit 1
-# Measured step times are of this run alone.
-MEDUSA_HEADS_CACHE=$(cd "$OUT" && pwd)/cache
-export MEDUSA_HEADS_CACHE
-failed=0
+# Measured step times and compiled kernels are of this run alone.
+OUT=$(cd "$OUT" && pwd)
+export MEDUSA_HEADS_CACHE=$OUT/cache TORCHINDUCTOR_CACHE_DIR=$OUT/inductor
 
 # part NAME SECONDS COMMAND..: run it for so long at most.
 part() {
@@ -42,14 +41,13 @@ part() {
     else
         timeout --kill-after=5 "$limit" "$@" >"$OUT/$name.log" 2>&1
         code=$?
-        cat "$OUT/$name.log"
+        cat "$OUT/$name.log"  # whole, whatever runs beside
     fi
     case $code in
         0) ended=done ;;
         124 | 137) ended="cut off" ;;
         *) ended="failed ($code)" ;;
     esac
-    ((code == 0)) || failed=1
     echo "$name: $ended after $((SECONDS - started)) seconds" | tee -a "$OUT/parts.txt"
 }
 
@@ -64,43 +62,59 @@ measure() {
 : >"$OUT/parts.txt"
 if command -v nvidia-smi >/dev/null; then nvidia-smi >"$OUT/nvidia-smi.txt"; fi
 
-# Where steps are recorded, every text of these is compared with generate()'s.
-recorded=(tests/machine/test_recording.py {tests/target,tests/inference/models}/test_captured.py)
-if [[ $DEVICE == cuda* ]] && "$PYTHON" -c "import pytest" 2>/dev/null; then
-    part tests 90 env MEDUSA_HEADS_TEST_DEVICE="$DEVICE" "$PYTHON" -m pytest "${recorded[@]}"
+methods=(heads:static:15 heads:auto) kernels=()
+if [[ $COMPILE == 1 ]]; then
+    methods=(plain-compiled "${methods[@]}")
+    [[ $DEVICE != cuda* ]] || kernels=(heads:static:15+kernels heads:auto+kernels)
 fi
 ours=(heads:auto heads:static:15 suffix recycling auto)
-# In fp32 rounding tips no choice: every text must be plain decoding's own. Steps are recorded where
-# that can be done; those that draw from transformers' own stream ask the host.
 stream=("${ours[@]/%/+stream}" heads:dynamic:16+stream lookahead+stream)
-measure lossless 75 --shape own --dtype float32 --decodings greedy sampled --must_be_identical \
-    --methods "${stream[@]}"
-measure lossless-batch 45 --shape own --dtype float32 --batch_sizes 8 --must_be_identical \
-    --methods "${ours[@]}" heads:dynamic:16 lookahead
-# shellcheck disable=SC2086
-measure usual 110 --shape "$SHAPE" --batch_sizes $BATCH_SIZES \
-    --methods transformers-prompt-lookup "${ours[@]}"
-grown=()
-[[ $SHAPE == own ]] || grown=(--shape "$SHAPE")
-part profile 60 "$PYTHON" -m scripts.measure.step --checkpoint "$HEADS" "${grown[@]}" \
-    --device "$DEVICE" --contexts 512 1792 --repeats 4 --new_tokens "$NEW_TOKENS" \
-    --output "$OUT/profile.json"
-if [[ $COMPILE == 1 ]]; then
-    [[ $DEVICE != cuda* ]] || part attention 40 "$PYTHON" -m scripts.measure.attention
-    # Compiled plain decoding of a 7B target takes half a minute to make, the kernels of all sizes
-    # of tree that auto chooses from as long.
-    kernels=()
-    [[ $DEVICE != cuda* ]] || kernels=(heads:static:15+kernels heads:auto+kernels)
-    for size in $BATCH_SIZES; do
-        measure "compiled-$size" 140 --shape "$SHAPE" --batch_sizes "$size" --methods \
-            plain-compiled heads:static:15 heads:auto "${kernels[@]}"
-    done
-    part goals 20 "$PYTHON" -m scripts.measure.goals --folder "$OUT"
-    measure lossless-compiled 60 --shape own --dtype float32 --must_be_identical \
-        --methods heads:static:15+compile heads:static:15+steps "${kernels[@]}"
+own=(--shape own --dtype float32 --must_be_identical)
+
+# First what no clock says, side by side. In fp32 rounding tips no choice: every text must be plain
+# decoding's own. Steps are recorded where that can be done; those that draw from transformers' own
+# stream ask the host.
+if [[ $DEVICE == cuda* ]] && "$PYTHON" -c "import pytest" 2>/dev/null; then
+    recorded=(tests/machine/test_recording.py {tests/target,tests/inference/models}/test_captured.py)
+    part tests 150 env MEDUSA_HEADS_TEST_DEVICE="$DEVICE" "$PYTHON" -m pytest "${recorded[@]}" &
 fi
-measure sampled 60 --shape "$SHAPE" --decodings sampled --methods heads:auto heads:static:15 auto
+measure lossless 150 "${own[@]}" --decodings greedy sampled --methods "${stream[@]}" &
+measure lossless-batch 150 "${own[@]}" --batch_sizes 8 \
+    --methods "${ours[@]}" heads:dynamic:16 lookahead &
+if [[ $COMPILE == 1 ]]; then
+    measure lossless-compiled 150 "${own[@]}" \
+        --methods heads:static:15+compile heads:static:15+steps "${kernels[@]}" &
+    # Compiled plain decoding of a 7B target takes half a minute to make, and so do the kernels of all
+    # sizes of tree that auto chooses from. They are made at once, the slowest first, and found on
+    # disk below. Growing takes twice the memory of what is grown: one does behind the other.
+    delay=0
+    for size in $(tr ' ' '\n' <<<"$BATCH_SIZES" | sort -nr); do
+        (
+            sleep "$delay"
+            MEDUSA_HEADS_CACHE=$OUT/prepared measure "prepare-$size" 170 --shape "$SHAPE" \
+                --batch_sizes "$size" --num_prompts 1 --methods plain-compiled "${kernels[@]}"
+        ) &
+        delay=$((delay + 15))
+    done
+fi
+wait
+
+for size in $BATCH_SIZES; do
+    others=()
+    [[ $size != 1 ]] || others=(transformers-prompt-lookup suffix recycling auto)
+    measure "usual-$size" 120 --shape "$SHAPE" --batch_sizes "$size" \
+        --methods "${methods[@]}" "${kernels[@]}" "${others[@]}"
+done
+[[ $COMPILE == 0 ]] || part goals 20 "$PYTHON" -m scripts.measure.goals --folder "$OUT"
+if [[ $DEVICE == cuda* ]]; then
+    # shellcheck disable=SC2086
+    part shares 90 "$PYTHON" -m scripts.grown.shares --heads "$HEADS" --shape "$SHAPE" \
+        --device "$DEVICE" --batch_sizes $BATCH_SIZES --output "$OUT/shares.json"
+fi
+measure sampled 60 --shape "$SHAPE" --decodings sampled --methods "${methods[@]}" \
+    ${kernels[@]+heads:static:15+kernels}
+[[ $DEVICE != cuda* ]] || part attention 40 "$PYTHON" -m scripts.measure.attention
 
 echo "Everything is in $OUT, after $SECONDS seconds:"
 cat "$OUT/parts.txt"
-exit $failed
+! grep -qv ": done after" "$OUT/parts.txt"

@@ -29,7 +29,7 @@ _ALONE, _TOGETHER = 2.5, 1.0  # of one row, and of more
 class Arguments:
     """Where it was measured."""
 
-    folder: str = field(metadata={"help": "of gpu_bench.sh, with its compiled-N/report.json"})
+    folder: str = field(metadata={"help": "of gpu_bench.sh, with its usual-N/report.json"})
 
 
 class Result(NamedTuple):
@@ -46,7 +46,7 @@ def results(folder: str) -> list[Result]:
     """Of `heads:auto` in its forms, over compiled plain decoding. Raises ValueError: there are
     none."""
     found: list[Result] = []
-    for path in sorted(Path(folder).glob("compiled-*/report.json")):
+    for path in sorted(Path(folder).glob("usual-*/report.json")):
         settings: list[dict[str, Any]] = json.loads(path.read_text())["settings"]
         for setting in settings:
             if setting["reference"] == COMPILED:

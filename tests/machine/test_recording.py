@@ -10,11 +10,15 @@ import torch
 from torch import Tensor, nn
 from transformers import TemperatureLogitsWarper
 
+from medusa_heads.inference.engine.device_state import DeviceState
+from medusa_heads.inference.engine.reading import Reading
 from medusa_heads.machine.programs import traced
 from medusa_heads.machine.recording import Recording, memory_pool, records, standing
 from medusa_heads.trees.tree import TreeShape
-from tests.conftest import DEVICE
-from tests.replayed import Replayed
+from tests.conftest import DEVICE, TinyLlama
+from tests.inference.on_device import SAMPLING
+from tests.inference.padded import padded
+from tests.replayed import Replayed, text, with_heads
 
 on_a_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="there is no GPU")
 
@@ -183,3 +187,31 @@ def test_it_is_compared_with_the_function(compiled: bool, wrong: str) -> None:
         "still": [None, None, None],  # which says nothing
     }
     assert answers == expected[wrong]
+
+
+@on_a_gpu
+@pytest.mark.parametrize("options", [{}, SAMPLING], ids=["greedy", "drawn"])
+def test_no_step_waits(
+    tiny_llama: TinyLlama, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torch's own count, from the first step of a text to the last, once all is recorded."""
+    medusa, inputs = with_heads(tiny_llama().to(DEVICE), "dynamic:9"), padded([0, 3], 12)
+    expected = [text(medusa, inputs, **options) for _ in range(3)][-1]
+    begin, end = Reading.__init__, DeviceState.end
+
+    def strict(reading: Reading, *given: Any) -> None:
+        begin(reading, *given)
+        torch.cuda.set_sync_debug_mode("error")
+        with pytest.raises(RuntimeError, match="synchroni"):
+            torch.ones(1, device=DEVICE).item()
+
+    def as_usual(state: DeviceState) -> list[int]:
+        torch.cuda.set_sync_debug_mode("default")
+        return end(state)
+
+    monkeypatch.setattr(Reading, "__init__", strict)
+    monkeypatch.setattr(DeviceState, "end", as_usual)
+    try:
+        assert torch.equal(text(medusa, inputs, **options), expected)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -17,8 +17,8 @@ def measured(
 ) -> None:
     methods = [{"name": name, "speedup": speedup} for name, speedup in speedups.items()]
     setting: dict[str, Any] = {"batch_size": rows, "reference": reference, "methods": methods}
-    (folder / f"compiled-{rows}").mkdir()
-    report = folder / f"compiled-{rows}" / "report.json"
+    (folder / f"usual-{rows}").mkdir()
+    report = folder / f"usual-{rows}" / "report.json"
     report.write_text(json.dumps({"settings": [setting]}))
 
 

@@ -1,0 +1,81 @@
+"""In which order the operations of a program are done, and what is made of those side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from medusa_heads.machine import programs
+from medusa_heads.machine.programs import traced
+from tests.machine.test_programs import Counting
+
+
+@torch.no_grad()
+def test_what_writes_waits_behind_what_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so one part is made of what stands between."""
+    kept = [torch.ones(3) for _ in range(4)]
+    product_NN, total_N = torch.eye(3), torch.zeros(3)
+
+    def step() -> Tensor:
+        value_N = torch.mv(product_NN, kept[0])
+        for each_N in kept:
+            value_N = value_N * 2.0 + 1.0
+            each_N.copy_(value_N)
+            largest, place = value_N[:, None].max(dim=0)
+            total_N.index_add_(0, place, largest)
+        return torch.mv(product_NN, total_N)
+
+    monkeypatch.setattr(programs, "_LEAST", 0)
+    compiler = Counting()
+    program = traced(step).compiled(compiler)
+    assert len(compiler.made) == 1
+    outcomes: list[list[Tensor]] = []
+    for run in (step, lambda: program()[0]):
+        kept[0].fill_(5.0)
+        total_N.zero_()
+        outcomes.append([run(), *[each.clone() for each in (*kept, total_N)]])
+    assert all(map(torch.equal, *outcomes))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_order_is_taken(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sums, views, products, and what is written in place, to what is kept or was just made."""
+    monkeypatch.setattr(programs, "_LEAST", 0)
+    torch.manual_seed(seed)
+    kept = [torch.randn(4, 4) for _ in range(3)]
+    choices = torch.randint(0, 1 << 20, (60, 3)).tolist()
+
+    def step() -> list[Tensor]:
+        known = list(kept)
+        for kind, one, other in choices:
+            a, b = known[one % len(known)], known[other % len(known)]
+            if kind % 8 == 0:
+                a.copy_((b * 0.5).t())
+            elif kind % 8 == 1:
+                a.add_(b * 0.5).clamp_(-2, 2)
+            else:
+                make: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
+                    torch.add,
+                    lambda a, _: a.t(),
+                    lambda a, b: (a @ b).tanh(),
+                    lambda a, b: a[1:2].expand(4, 4) * 0.5,
+                    lambda a, b: a.max(dim=1, keepdim=True)[0].expand_as(b).sin(),
+                    lambda a, _: a.sort(dim=1)[0],
+                )
+                known.append(make[kind % 8 - 2](a, b))
+        return known
+
+    def outcome(run: Callable[[], list[Tensor]]) -> list[Tensor]:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed + 1)
+            for each in kept:
+                each.normal_()
+        return [each.clone() for _ in range(2) for each in (*run(), *kept)]
+
+    program = traced(step).compiled(Counting())
+    for got, expected in zip(outcome(program), outcome(step), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
