@@ -76,33 +76,21 @@ own=(--shape own --dtype float32 --must_be_identical)
 # stream ask the host.
 if [[ $DEVICE == cuda* ]] && "$PYTHON" -c "import pytest" 2>/dev/null; then
     recorded=(tests/machine/test_recording.py {tests/target,tests/inference/models}/test_captured.py)
-    part tests 150 env MEDUSA_HEADS_TEST_DEVICE="$DEVICE" "$PYTHON" -m pytest "${recorded[@]}" &
+    part tests 120 env MEDUSA_HEADS_TEST_DEVICE="$DEVICE" "$PYTHON" -m pytest "${recorded[@]}" &
 fi
-measure lossless 150 "${own[@]}" --decodings greedy sampled --methods "${stream[@]}" &
-measure lossless-batch 150 "${own[@]}" --batch_sizes 8 \
+measure lossless 120 "${own[@]}" --decodings greedy sampled --methods "${stream[@]}" &
+measure lossless-batch 120 "${own[@]}" --batch_sizes 8 \
     --methods "${ours[@]}" heads:dynamic:16 lookahead &
-if [[ $COMPILE == 1 ]]; then
-    measure lossless-compiled 150 "${own[@]}" \
-        --methods heads:static:15+compile heads:static:15+steps "${kernels[@]}" &
-    # Compiled plain decoding of a 7B target takes half a minute to make, and so do the kernels of all
-    # sizes of tree that auto chooses from. They are made at once, the slowest first, and found on
-    # disk below. Growing takes twice the memory of what is grown: one does behind the other.
-    delay=0
-    for size in $(tr ' ' '\n' <<<"$BATCH_SIZES" | sort -nr); do
-        (
-            sleep "$delay"
-            MEDUSA_HEADS_CACHE=$OUT/prepared measure "prepare-$size" 170 --shape "$SHAPE" \
-                --batch_sizes "$size" --num_prompts 1 --methods plain-compiled "${kernels[@]}"
-        ) &
-        delay=$((delay + 15))
-    done
-fi
+[[ $COMPILE == 0 ]] || measure lossless-compiled 120 "${own[@]}" \
+    --methods heads:static:15+compile heads:static:15+steps "${kernels[@]}" &
 wait
 
+# Compiled plain decoding of a 7B target takes half a minute to make, and so do the kernels of all
+# sizes of tree that auto chooses from.
 for size in $BATCH_SIZES; do
     others=()
-    [[ $size != 1 ]] || others=(transformers-prompt-lookup suffix recycling auto)
-    measure "usual-$size" 120 --shape "$SHAPE" --batch_sizes "$size" \
+    [[ $size != 1 ]] || others=(suffix auto)
+    measure "usual-$size" 150 --shape "$SHAPE" --batch_sizes "$size" \
         --methods "${methods[@]}" "${kernels[@]}" "${others[@]}"
 done
 [[ $COMPILE == 0 ]] || part goals 20 "$PYTHON" -m scripts.measure.goals --folder "$OUT"
@@ -111,7 +99,7 @@ if [[ $DEVICE == cuda* ]]; then
     part shares 90 "$PYTHON" -m scripts.grown.shares --heads "$HEADS" --shape "$SHAPE" \
         --device "$DEVICE" --batch_sizes $BATCH_SIZES --output "$OUT/shares.json"
 fi
-measure sampled 60 --shape "$SHAPE" --decodings sampled --methods "${methods[@]}" \
+measure sampled 90 --shape "$SHAPE" --decodings sampled --methods "${methods[@]}" \
     ${kernels[@]+heads:static:15+kernels}
 [[ $DEVICE != cuda* ]] || part attention 40 "$PYTHON" -m scripts.measure.attention
 
