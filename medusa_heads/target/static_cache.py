@@ -53,6 +53,12 @@ class StaticStacks(Stacks):
     def reserve(self, slots: int) -> None:
         raise AssertionError("no text is longer than was announced")
 
+    def write(self, members: Sequence[Member], *new: Tensor) -> None:
+        """What a layer keeps of the nodes of the tree, [B, H, N, X] each."""
+        assert self.nodes_N is not None
+        for member, each_BHNX in zip(members, new, strict=False):  # values may be the keys
+            self.buffer(member).index_copy_(2, self.nodes_N, each_BHNX)
+
     def move_rows(self, source_BA: Tensor, destination_BA: Tensor) -> None:
         rows_B1 = torch.arange(len(source_BA), device=source_BA.device)[:, None]
         for buffer_BHCX in self.stacks:
@@ -73,6 +79,15 @@ class StackedStaticStacks(StaticStacks):
         with torch.inference_mode(False):
             return super().add(*new)
 
+    def write(self, members: Sequence[Member], *new: Tensor) -> None:
+        """At once where keys and values lie side by side: a kernel less for each layer."""
+        (stack, place), last = members[0], members[-1]
+        if last != (stack, place + 1):
+            return super().write(members, *new)
+        assert self.nodes_N is not None
+        both_2BHCX = self.stacks[stack][place : place + 2]
+        both_2BHCX.index_copy_(3, self.nodes_N, torch.stack(new))
+
     def _place(self, like: Tensor, room: int) -> Member:
         return Stacks._place(self, like, room)
 
@@ -92,10 +107,8 @@ class StaticRowLayer(RowLayer):
             return super().update(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        keys_BHCX, values_BHCX = self.buffers()
-        keys_BHCX.index_copy_(2, nodes_N, key_states)
-        values_BHCX.index_copy_(2, nodes_N, value_states)
-        return keys_BHCX, values_BHCX
+        self._stacks.write(self._members, key_states, value_states)
+        return self.buffers()
 
     def get_seq_length(self) -> int:
         # A length that changes would be compiled into the graph: positions are explicit there.

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from medusa_heads.machine.programs import traced
 from medusa_heads.target.cache import RowCache
+from medusa_heads.target.static_cache import StaticRowCache
 from tests.allocations import Allocations
 from tests.target.test_cache import config, fill, held
 
@@ -84,3 +87,26 @@ def test_rows_move_in_every_stack(many_stacks: RowCache) -> None:
         for layer in range(16):
             kept = [0, 1, 2, 3, 4, 5, 7, 9]
             assert held(cache, layer) == [pytest.approx(n + layer * 0.1) for n in kept]
+
+
+@pytest.mark.parametrize("width", [4, 6])
+@pytest.mark.parametrize("stacked", [True, False])
+def test_the_rows_of_a_tree_are_written_where_they_belong(stacked: bool, width: int) -> None:
+    """Keys and values by one operation, where recordings have them side by side."""
+    cache = StaticRowCache(config(), 16, stacked=stacked)
+    keys, values = torch.randn(2, 2, 3, 4), torch.randn(2, 2, 3, width)
+
+    def write() -> list[Tensor]:
+        return [each for layer in range(3) for each in cache.update(keys + layer, values, layer)]
+
+    with torch.no_grad(), cache.tree_slots(None, 3, keys.device):
+        cache.slots_N.copy_(torch.tensor([2, 9, 4]))
+        write()
+        program = traced(write)
+        written = program()
+    for layer in range(3):
+        for buffer, new in zip(written[2 * layer :], (keys + layer, values), strict=False):
+            assert torch.equal(buffer[:, :, [2, 9, 4]], new)
+            assert not buffer[:, :, [0, 1, 3, 5, 15]].any()
+    copies = sum("index_copy_" in str(node.target) for node in program._graph.nodes)
+    assert copies == (3 if stacked and width == 4 else 6)
