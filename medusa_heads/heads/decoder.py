@@ -87,10 +87,10 @@ class Turned(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """The frequencies lie where the weights do: a step that fetches them waits."""
-        moved = super()._apply(fn, recurse)
-        device = next(self.parameters()).device
-        if device.type != "meta":
-            self._rotary[0].to(device)
+        moved, (rotary,) = super()._apply(fn, recurse), self._rotary
+        weight = next(self.parameters(), None)  # others may hold them
+        if weight is not None and not (weight.is_meta or rotary.inv_freq.is_meta):
+            rotary.to(weight.device)
         return moved
 
 

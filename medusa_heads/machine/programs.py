@@ -21,6 +21,7 @@ from medusa_heads.machine.stretches import Stretch, like_of, parts_of, places_of
 from medusa_heads.machine.watched import NothingRead, Watched, tensors_of, written_by
 
 _LEAST = 24  # kernels less, for which it is worth to compile something
+_STREAM = -1  # no address
 
 
 class Program:
@@ -118,10 +119,13 @@ class _Noting(Watched):
         kwargs = kwargs or {}
         # Before it is done, or what is written to in place might count as made here.
         given, named = tree_map_only(Tensor, self._node, (args, kwargs))
-        memory = places_of(tensors_of((args, kwargs))), places_of(written_by(func, args, kwargs))
+        # What draws goes on in a stream of random numbers, as in a memory.
+        drawn = {_STREAM} if torch.Tag.nondeterministic_seeded in func.tags else set[int]()
+        reads, writes = tensors_of((args, kwargs)), written_by(func, args, kwargs)
+        memory = {"reads": places_of(reads) | drawn, "writes": places_of(writes) | drawn}
         result = super().__torch_dispatch__(func, types, args, kwargs)
         node = self._graph.call_function(func, given, named)
-        node.meta["reads"], node.meta["writes"] = memory
+        node.meta.update(memory)
         if isinstance(result, Tensor):
             self._note(result, node)
         elif isinstance(result, tuple | list):

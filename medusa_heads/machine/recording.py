@@ -31,6 +31,7 @@ _COMPARED, _ROUNDED = 3, 0.3
 _CONFIGS = {"PretrainedConfig", "PreTrainedConfig"}
 _HOOKS = {"_forward_hooks", "_forward_pre_hooks"}
 _PLAIN = {int, float, bool, str, bytes, type(None), torch.dtype, torch.device}
+_KINDS = tuple(_PLAIN)
 _CONTAINERS = {dict, OrderedDict, set, list, tuple}  # of which an empty one says nothing
 
 
@@ -201,14 +202,14 @@ def standing(*roots: object) -> tuple[Any, ...]:
         if kind in _PLAIN:
             found.append(each)
             continue
-        if id(each) in seen:
+        if id(each) in seen and not isinstance(each, _KINDS):
             continue
         seen[id(each)] = each
         if isinstance(each, Tensor):
             found.append((each.data_ptr(), each.shape, each.stride(), each.dtype))
         elif isinstance(each, dict):
             for name, value in each.items():
-                found.append(name if type(name) in _PLAIN else type(name).__name__)
+                found.append(name if isinstance(name, _KINDS) else type(name).__name__)
                 left.append(value)
         elif isinstance(each, set | frozenset):
             found.append(sorted(map(str, each)))
@@ -233,10 +234,10 @@ def standing(*roots: object) -> tuple[Any, ...]:
         elif _is_looked_into(kind):
             attributes = getattr(each, "__dict__", {})
             left.extend(attributes[name] for name in sorted(attributes))
+        elif isinstance(each, _KINDS):  # a member of an Enum that is a word, say
+            found.append(each)
         elif callable(each):
             found.append(_number(each))
-        elif isinstance(each, tuple(_PLAIN)):  # a member of an Enum that is a word, say
-            found.append(each)
     return tuple(found)
 
 

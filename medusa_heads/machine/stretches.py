@@ -168,34 +168,30 @@ def parts_of(graph: fx.Graph) -> Iterator[fx.Node | Stretch]:
     looks there."""
     waiting: dict[fx.Node, None] = {}
     behind: dict[fx.Node, None] = {}
+    written: set[int] = set()  # by what waits behind
     for node in graph.nodes:
-        given = node.all_input_nodes
-        written = {place for each in behind for place in each.meta["writes"]}
-        if not behind.keys().isdisjoint(given) or not written.isdisjoint(_reads(node)):
+        given, reads = node.all_input_nodes, node.meta.get("reads", ())
+        if not behind.keys().isdisjoint(given) or not written.isdisjoint(reads):
             yield from _stretch(waiting)
             yield from behind
-            waiting, behind = {}, {}
+            waiting, behind, written = {}, {}, set()
         waits = not waiting.keys().isdisjoint(given)
         if _is_small(node) or (waits and _is_view(node)):
             waiting[node] = None
         elif waiting and _writes(node):
             behind[node] = None
+            written |= node.meta["writes"]
         else:
             if waits or node.op == "output":
                 yield from _stretch(waiting)
                 yield from behind
-                waiting, behind = {}, {}
+                waiting, behind, written = {}, {}, set()
             yield node
 
 
 def places_of(tensors: Iterable[Tensor]) -> frozenset[int]:
     """Where they lie: one address for all that share memory."""
     return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors) - {0}
-
-
-def _reads(node: fx.Node) -> frozenset[int]:
-    places: frozenset[int] = node.meta.get("reads", frozenset())
-    return places
 
 
 def _stretch(waiting: Mapping[fx.Node, None]) -> Iterator[Stretch]:

@@ -215,6 +215,8 @@ def test_positions_follow_the_weights_to_their_device(
     monkeypatch.setattr(layers._rotary[0], "to", lambda *where: moved.append(where))
     heads.to(DEVICE, torch.bfloat16)
     assert moved == [(next(layers.parameters()).device,)]
+    heads.to("meta")  # whose weights come later, and the frequencies with no file
+    assert len(moved) == 1 and not layers._rotary[0].inv_freq.is_meta
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -63,6 +64,22 @@ def test_what_makes_a_difference(change: str) -> None:
     else:
         warper.temperature = 0.8
     assert standing(things, warper) != known
+
+
+def test_a_word_that_stands_elsewhere_too() -> None:
+    """Members of an Enum are one object wherever they stand."""
+
+    class Mode(str, Enum):
+        ONE, OTHER = "one", "other"
+
+    modules = [nn.Identity() for _ in range(3)]
+    modes: list[Any] = [Mode.ONE, Mode.OTHER, Mode.ONE]
+    for module, mode in zip(modules, modes, strict=True):
+        module.mode = mode
+    known = standing(modules, {Mode.ONE: 1})
+    assert standing(modules, {Mode.OTHER: 1}) != known
+    modules[2].mode = modes[1]
+    assert standing(modules, {Mode.ONE: 1}) != known
 
 
 def test_of_attributes_the_order_is_none() -> None:

@@ -79,3 +79,23 @@ def test_whatever_order_is_taken(seed: int, monkeypatch: pytest.MonkeyPatch) -> 
     program = traced(step).compiled(Counting())
     for got, expected in zip(outcome(program), outcome(step), strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("later", [lambda x: torch.rand(4), torch.rand_like, torch.bernoulli])
+def test_numbers_are_drawn_in_their_order(
+    later: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(programs, "_LEAST", 0)
+    x_N, kept_N = torch.rand(4), torch.zeros(4)
+
+    def step() -> list[Tensor]:
+        twice_N = x_N * 2
+        kept_N.exponential_()
+        return [twice_N, later(x_N), kept_N]
+
+    program, outcomes = traced(step).compiled(Counting()), list[list[Tensor]]()
+    for run in (step, program):
+        torch.manual_seed(3)
+        outcomes.append([each.clone() for each in run()])
+    assert all(map(torch.equal, *outcomes))
