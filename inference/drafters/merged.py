@@ -8,14 +8,15 @@ paths, J tokens of a path, R ranks of all offers together, G groups of evidence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from medusa_heads.inference.drafters.base import Drafter, Memory
-from medusa_heads.inference.drafters.text import BOUNDS, PRIOR, chance_copied
+from medusa_heads.inference.adapt.buckets import Buckets, Paced
+from medusa_heads.inference.drafters.base import Drafter
+from medusa_heads.inference.drafters.continuation import Texts
+from medusa_heads.inference.drafters.text import PRIOR, chance_copied
 from medusa_heads.inference.engine.state import DecodingState, Drawing
 from medusa_heads.trees.dynamic_tree import (
     DYNAMIC_WIDTH,
@@ -24,15 +25,12 @@ from medusa_heads.trees.dynamic_tree import (
     Tail,
     best_chain,
     best_first_tree,
+    likeliest,
 )
 from medusa_heads.trees.tree import TokenTree, chain_shape
 
-if TYPE_CHECKING:
-    from medusa_heads.inference.engine.device_state import DeviceState
-
-_LOOKED_BACK = 16  # tokens of a match that are compared; a longer one is believed as much
 _BUSHY = 6  # levels on which the tree branches off the text's own continuation
-_WEIGHT, _KEPT = 4.0, 1.0 - 1 / 200  # of a prior, in drafts; and of what is known, draft by draft
+_WEIGHT = 4.0  # of a prior, in drafts
 _SUREST = 0.999  # no draft is certain
 
 
@@ -53,51 +51,6 @@ class Part(Protocol):
         """See Drafter."""
 
 
-class Continuation(NamedTuple):
-    """What followed where the text's end occurred before.
-
-    Attributes:
-        tokens_BL: of every row; whatever stands there where nothing is known.
-        groups_BL: the group of evidence that each belongs to; -1 where nothing is known.
-    """
-
-    tokens_BL: Tensor
-    groups_BL: Tensor
-
-
-def continuation(ids_BC: Tensor, ends_B: Tensor, padding_B: Tensor, most: int) -> Continuation:
-    """At most so many tokens behind the latest of the longest earlier occurrences of each text's
-    end.
-
-    Args:
-        ids_BC: the texts, whatever stands behind their ends.
-        ends_B: the slot of each row's last token.
-        padding_B: slots of left padding.
-    """
-    slots_C = torch.arange(ids_BC.shape[1], device=ids_BC.device)
-    back_M = torch.arange(_LOOKED_BACK - 1, -1, -1, device=ids_BC.device)
-    ends_B1 = ends_B[:, None]
-    own_BM = ids_BC.gather(1, (ends_B1 - back_M).clamp_min(0))
-    before_BMC = pad(ids_BC, (_LOOKED_BACK - 1, 0)).unfold(1, len(slots_C), 1)
-    length_BC = torch.full_like(ids_BC, _LOOKED_BACK)
-    same_BMC = before_BMC == own_BM[..., None]
-    for place, same_BC in enumerate(same_BMC.unbind(1)):  # a nearer one that differs counts
-        length_BC = length_BC.where(same_BC, _LOOKED_BACK - 1 - place)
-    inside_BC = (slots_C + 1 - padding_B[:, None]).clamp_min(0)
-    length_BC = length_BC.minimum(inside_BC).where(slots_C < ends_B1, 0)
-    found_BC = length_BC * len(slots_C) + slots_C  # of equally long ones the latest
-    place_B1 = found_BC.argmax(dim=1, keepdim=True)
-    length_B1 = length_BC.gather(1, place_B1)
-    ahead_L = torch.arange(most, device=ids_BC.device)
-    from_BL = place_B1 + 1 + ahead_L
-    known_BL = (from_BL <= ends_B1) & (length_B1 > 0)
-    tokens_BL = ids_BC.gather(1, from_BL.minimum(ends_B1))
-    # With each token that is right, the match is one longer.
-    reached_BL = length_B1 + ahead_L
-    groups_BL = sum((reached_BL >= bound for bound in BOUNDS), 0 * ahead_L)
-    return Continuation(tokens_BL, groups_BL.where(known_BL, -1))
-
-
 class MergedTrees(Drafter):
     """Trees of the same size at every step, by tensors on the target's device alone: the likeliest
     nodes of what all parts guess, and the text's own continuation as far as it goes.
@@ -107,6 +60,8 @@ class MergedTrees(Drafter):
         num_drafted: nodes besides the root.
         sizes: see Drafter; none is larger than that.
         chain_only: never more than one token behind another; then all have one size.
+        paced: whether sizes are also chosen from where the host takes the steps. Each is a forward
+            to be recorded, which costs a step, or compiled, which costs half a minute.
 
     Raises:
         ValueError: no node.
@@ -119,22 +74,45 @@ class MergedTrees(Drafter):
         sizes: Sequence[int] = (),
         *,
         chain_only: bool = False,
+        paced: bool = False,
     ) -> None:
         assert not (chain_only and sizes)
         if num_drafted < 1:
             raise ValueError(f"a merged tree drafts at least 1 token, got {num_drafted}")
         self._parts, self.num_nodes = list(parts), num_drafted + 1
-        self.levels, self.sizes = num_drafted, sizes
+        self.levels, self.sizes, self._paces = num_drafted, sizes, paced
         self._bushy = min(_BUSHY, num_drafted) if parts else num_drafted
         self._chain = chain_shape(self.num_nodes) if chain_only else None
         self.reads_prompt = any(part.reads_prompt for part in parts)
         # Tokens of the text that were accepted, and that were drafted where they counted.
         self._counts: dict[Drawing, Tensor] = {}
+        # For steps that the host takes, by their rows; and how the last one was.
+        self._buckets: dict[tuple[Drawing, int], Buckets] = {}
+        self._paced = Paced()
+
+    def prepare(self, state: DecodingState) -> None:
+        self._whole(state)
 
     def propose(self, state: DecodingState) -> TokenTree:
+        tree, memory = self._whole(state), state.memories[self]
+        if not self.sizes or not self._paces or state.fixed_shapes:  # whoever takes these chooses
+            return tree
+        key = state.drawing, len(state.rows)
+        if key not in self._buckets:
+            self._buckets[key] = Buckets(self.sizes)
+        self._paced = memory.paced
+        size = self._paced.next(self._buckets[key], memory.accepted)
+        smaller, expected_BN = likeliest(tree, size + 1)
+        self._paced.expected_N = expected_BN.mean(dim=0)
+        return smaller
+
+    def learn_seconds(self, nodes: int, seconds: float) -> None:
+        self._paced.usual = True
+
+    def _whole(self, state: DecodingState) -> TokenTree:
         memory = state.memories.get(self)
         if memory is None:
-            memory = state.memories[self] = _Texts(state, self.num_nodes - 1)
+            memory = state.memories[self] = Texts(state, self.num_nodes - 1)
         counts_2G = self._counts_of(state)
         found = memory.advance(state, counts_2G)
         chances_BL = (counts_2G[0] / counts_2G[1])[found.groups_BL.clamp_min(0)]
@@ -198,86 +176,3 @@ def merged(tokens_BFR: Tensor, log_chances_BFR: Tensor) -> tuple[Tensor, Tensor]
     # What nobody offers stays so, and still comes before what is there already.
     logs_BFR = logs_BFR.where(both_BFR > 0, log_chances_BFR)
     return tokens_BFR, logs_BFR.where(first_BFR, 2 * NEVER)
-
-
-def _learn(counts_2G: Tensor, drafted: Continuation, following_BP: Tensor, fresh_B: Tensor) -> None:
-    """Compare what was drafted from the text with what was committed, as far as it was right."""
-    most = min(drafted.tokens_BL.shape[1], following_BP.shape[1])
-    groups_BP, following_BP = drafted.groups_BL[:, :most], following_BP[:, :most]
-    right_BP = drafted.tokens_BL[:, :most] == following_BP
-    ahead_P = torch.arange(most, device=fresh_B.device)
-    counts_BP = (groups_BP >= 0) & (ahead_P < fresh_B[:, None])
-    counts_BP = counts_BP & ((~right_BP).cumsum(dim=1) - (~right_BP).long() == 0)
-    groups_G = torch.arange(counts_2G.shape[1], device=fresh_B.device)
-    drafted_BPG = (groups_BP[..., None] == groups_G) & counts_BP[..., None]
-    drafted_G = drafted_BPG.sum(dim=(0, 1))
-    accepted_G = (drafted_BPG & right_BP[..., None]).sum(dim=(0, 1))
-    counts_2G.copy_(counts_2G * _KEPT**drafted_G + torch.stack([accepted_G, drafted_G]))
-
-
-class _Texts(Memory):
-    """The texts of rows that the host knows, and what was drafted from them last."""
-
-    def __init__(self, state: DecodingState, most: int) -> None:
-        super().__init__(state.rows)
-        self._most = most
-        self._last: Continuation | None = None
-        self.ids_BS = torch.empty(0)
-
-    def advance(self, state: DecodingState, counts_2G: Tensor) -> Continuation:
-        """Learn from what was committed since last time; what may follow now."""
-        kept, device = self.follow(state.rows), state.roots_B.device
-        if self._last is not None:
-            if kept is not None:
-                self._last = Continuation(*(of[kept] for of in self._last))
-            committed = self.committed()
-            longest = max(map(len, committed))
-            filled = [tokens + [0] * (longest - len(tokens)) for tokens in committed]
-            fresh_B = torch.tensor([len(tokens) for tokens in committed], device=device)
-            _learn(counts_2G, self._last, torch.tensor(filled, device=device), fresh_B)
-        self.lengths = [row.length for row in state.rows]
-        self.ids_BS = torch.zeros(len(state.rows), max(self.lengths), dtype=torch.long)
-        for ids_S, row in zip(self.ids_BS, state.rows, strict=True):
-            ids_S[: row.length] = row.ids_1T()[0]
-        self.ids_BS = self.ids_BS.to(device)
-        ends_B = torch.tensor(self.lengths, device=device) - 1
-        padding_B = torch.tensor(state.padding, device=device)
-        self._last = continuation(self.ids_BS, ends_B, padding_B, self._most)
-        return self._last
-
-    def on_device(self, capacity: int) -> _TextsOnDevice:
-        """The same of rows on the device, up to a capacity; empty."""
-        return _TextsOnDevice(self.ids_BS, capacity, self._most)
-
-
-class _TextsOnDevice:
-    """The same between steps that are one graph. What stands in the last column is of no text."""
-
-    beside = 0
-
-    def __init__(self, like_BS: Tensor, capacity: int, most: int) -> None:
-        self._capacity, self._most, batch = capacity, most, len(like_BS)
-        with torch.inference_mode(False):
-            self._ids_BC = like_BS.new_zeros(batch, capacity + 1)
-            self._last = Continuation(*(like_BS.new_zeros(batch, most) for _ in range(2)))
-        for kept in (self._ids_BC, *self._last):
-            torch._dynamo.mark_static_address(kept)
-
-    def begin(self, memory: _Texts) -> None:
-        """Go on with these texts, which have drafted nothing."""
-        self._ids_BC[:, : memory.ids_BS.shape[1]] = memory.ids_BS
-        self._last.groups_BL.fill_(-1)
-
-    def advance(self, state: DeviceState, counts_2G: Tensor) -> Continuation:
-        """See _Texts."""
-        following_BP, fresh_B1 = state.following_BP, state.fresh_B[:, None]
-        _learn(counts_2G, self._last, following_BP, state.fresh_B)
-        ahead_P = torch.arange(following_BP.shape[1], device=following_BP.device)
-        places_BP = state.lengths_B[:, None] + 1 - fresh_B1 + ahead_P
-        new_BP = ahead_P < fresh_B1
-        places_BP, ids_BP = places_BP.where(new_BP, self._capacity), following_BP.where(new_BP, 0)
-        self._ids_BC.scatter_(1, places_BP, ids_BP)
-        found = continuation(self._ids_BC, state.lengths_B, state.padding_B, self._most)
-        for kept, new in zip(self._last, found, strict=True):
-            kept.copy_(new)
-        return found

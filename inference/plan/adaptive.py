@@ -25,6 +25,7 @@ from medusa_heads.inference.drafters.text import TextSource
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
 from medusa_heads.inference.plan.tree_size import best_tree, read_as
 from medusa_heads.inference.plan.trees import TreeSpec, make_drafter, parse_tree, read_shape
+from medusa_heads.target.captured import CapturedTarget
 from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.recurrent import is_recurrent
 from medusa_heads.target.target import TargetModel
@@ -157,7 +158,8 @@ def merged_trees(
     parts: list[Part] = [] if heads is None else [heads]
     if recycles:
         parts.append(RecycledTrees(target.vocab_size, nodes))
-    return MergedTrees(parts, nodes, sizes, chain_only=chain_only)
+    recorded = isinstance(target, CapturedTarget)
+    return MergedTrees(parts, nodes, sizes, chain_only=chain_only, paced=recorded)
 
 
 def heads_drafter(

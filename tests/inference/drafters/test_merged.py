@@ -14,12 +14,17 @@ from torch import Tensor
 
 from medusa_heads import MedusaModel
 from medusa_heads.inference.adapt.measure import room
-from medusa_heads.inference.drafters.merged import MergedTrees, continuation, merged
+from medusa_heads.inference.drafters.continuation import continuation
+from medusa_heads.inference.drafters.merged import MergedTrees, merged
 from medusa_heads.inference.engine import reading
 from medusa_heads.inference.lookup.suffix_automaton import SuffixAutomaton
 from medusa_heads.inference.models.training_free import TrainingFreeModel
+from medusa_heads.target.captured import CapturedTarget
 from medusa_heads.trees.dynamic_tree import NEVER, Tail, best_first_tree
+from medusa_heads.trees.tree import TokenTree
+from tests import replayed
 from tests.conftest import DEVICE, TinyLlama
+from tests.inference.clock import Clock
 from tests.inference.on_device import NEW, SAMPLING, text, with_heads
 from tests.inference.padded import padded
 from tests.inference.reference import reference
@@ -212,3 +217,31 @@ def test_no_drafter_outlives_its_choice(tiny_llama: TinyLlama, compiled: bool) -
     del held, matrix
     gc.collect()
     assert [each() for each in gone] == [None] * 3
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("cost", [1.0, 0.0])
+def test_steps_that_ask_the_host_verify_as_many_nodes_as_pay(
+    model: Any, batch: int, cost: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a node takes as long as a step without, few, since these heads know nothing; where it
+    costs nothing, many."""
+    inputs = padded([0, 3, 1][:batch], 12)
+    asks: dict[str, Any] = {"repetition_penalty": 1.2}  # which reads the text
+    expected = replayed.text(model, inputs, **asks)
+    medusa, clock, taken = replayed.with_heads(model, "auto"), Clock(monkeypatch), list[int]()
+    assert isinstance(medusa.drafter, MergedTrees)
+    verify, fewest = CapturedTarget.verify, min(medusa.drafter.sizes) + 1
+
+    def timed(target: CapturedTarget, tree: TokenTree, *given: Any) -> Any:
+        clock.work(1.0 + cost * tree.num_nodes)
+        taken.append(tree.num_nodes)
+        return verify(target, tree, *given)
+
+    monkeypatch.setattr(CapturedTarget, "verify", timed)
+    for _ in range(4):
+        assert torch.equal(replayed.text(medusa, inputs, **asks), expected)
+    assert "step" not in medusa.last_stats.seconds
+    assert set(taken) == {size + 1 for size in medusa.drafter.sizes}
+    assert (set(taken[-8:]) == {fewest}) == (cost > 0)
