@@ -108,8 +108,9 @@ def of_steps(
     model = MedusaModel(medusa.target.model, heads, tree=tree, compile=compile)
     target = model.target
     assert isinstance(target, CapturedTarget)
+    nodes = min(arguments.nodes, model.drafter.num_nodes)  # auto may have found that fewer pay
     if model.drafter.sizes:
-        model.drafter.sizes = [arguments.nodes - 1]
+        model.drafter.sizes = [nodes - 1]
     began, seconds, tokens = time.perf_counter(), [], []
     for turn in range(_WARM_UP + _TEXTS):
         among = [prompts[(turn * rows + i) % len(prompts)] for i in range(rows)]
@@ -124,13 +125,12 @@ def of_steps(
             tokens.append(stats.tokens_per_step)
     context = arguments.prompt_length + arguments.new_tokens // 2
     slots = arguments.prompt_length + arguments.new_tokens + model.drafter.num_nodes
-    forward, of_one = (
-        forward_seconds(target, rows, nodes, context, slots) for nodes in (arguments.nodes, 1)
-    )
+    forward, of_one = (forward_seconds(target, rows, count, context, slots) for count in (nodes, 1))
     kernels = profiled(model, arguments.new_tokens, prompts[:rows])
     return {
         "rows": rows,
         "tree": tree,
+        "nodes": nodes,
         "ready_seconds": ready,
         "tokens_per_step": median(tokens),
         "step": 1e3 * median(seconds),
@@ -206,13 +206,15 @@ def wait(target: CapturedTarget) -> None:
 
 def table_of(rows: list[dict[str, Any]]) -> Table:
     """Milliseconds, and what is beside the forward."""
-    table = Table("rows", "tree", "ready, s", "tokens per step", "step", "forward", "of one node")
+    table = Table(
+        "rows", "tree", "nodes", "ready, s", "tokens per step", "step", "forward", "of one node"
+    )
     table.add_column("beside", justify="right")
     for row in rows:
         times = [f"{row[name]:.2f}" for name in ("tokens_per_step", "step", "forward")]
         ready, one = f"{row['ready_seconds']:.1f}", f"{row['forward_of_one']:.2f}"
         beside = f"{row['beside']:.1%}"
-        table.add_row(str(row["rows"]), row["tree"], ready, *times, one, beside)
+        table.add_row(str(row["rows"]), row["tree"], str(row["nodes"]), ready, *times, one, beside)
     return table
 
 

@@ -67,8 +67,10 @@ def expected(
     return scaled_dot_product_attention(query, key, value, **every).transpose(1, 2)
 
 
-@pytest.mark.parametrize("heads", [G, 2 * G])
-@pytest.mark.parametrize(("tokens", "slots"), [(1, 100), (5, 33), (7, 140), (64, 70)])
+@pytest.mark.parametrize(
+    ("tokens", "slots", "heads"),
+    [(1, 100, G), (1, 100, 2 * G), (5, 33, 2 * G), (7, 140, G), (7, 140, 2 * G), (64, 70, G)],
+)
 def test_it_is_attention(tokens: int, slots: int, heads: int) -> None:
     for scale in (None, 0.5):
         given = case(tokens, slots, heads)
@@ -214,6 +216,7 @@ for capability in (80, 90):
 """
 
 
+@pytest.mark.slow
 def test_it_compiles_for_gpus_that_are_not_here() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     made = subprocess.run(

@@ -144,7 +144,7 @@ def _misled(ranking: Ranking, state: DecodingState) -> Ranking:
     return told
 
 
-@pytest.mark.parametrize("tree", ["static:7", "dynamic:7"])
+@pytest.mark.parametrize("tree", ["static:7", pytest.param("dynamic:7", marks=pytest.mark.slow)])
 def test_drafts_that_know_the_noise_are_accepted_more_often(
     target: TargetModel, heads: Any, tree: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

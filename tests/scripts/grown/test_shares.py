@@ -7,26 +7,30 @@ from pathlib import Path
 
 import pytest
 
+from scripts.grown import shares
 from scripts.grown.shares import main
 from tests.conftest import Refused
 
-QUICK = ["--shape", "own", "--dtype", "float32", "--compile", "capture", "--new_tokens", "12"]
+QUICK = ["--shape", "own", "--dtype", "float32", "--compile", "capture", "--new_tokens", "8"]
 
 
 @pytest.mark.usefixtures("recorded")
-def test_steps_and_forwards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_and_forwards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for count in ("_WARM_UP", "_TEXTS", "_FORWARDS"):
+        monkeypatch.setattr(shares, count, 2)
     output = tmp_path / "shares.json"
-    flags = ["--nodes", "4", "--batch_sizes", "1", "2", "--output", str(output)]
+    flags = ["--nodes", "4", "--batch_sizes", "2", "--output", str(output)]
     assert main([*QUICK, *flags]) == 0
     report = json.loads(output.read_text())
     assert [(row["rows"], row["tree"]) for row in report["steps"]] == [
-        (1, "static:3"),
-        (1, "auto"),
         (2, "static:3"),
         (2, "auto"),
     ]
     for row in report["steps"]:
         assert row["step"] > row["forward"] / 2 > 0 and row["tokens_per_step"] >= 1
+        assert row["nodes"] == 4 or (row["tree"] == "auto" and row["nodes"] < 4)
         assert row["beside"] == pytest.approx(row["step"] / row["forward"] - 1)
         assert row["kernels"][0]["us"] >= row["kernels"][-1]["us"] > 0
     assert "beside" in capsys.readouterr().out
