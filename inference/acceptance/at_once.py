@@ -13,24 +13,40 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from medusa_heads.inference.acceptance.base import warp
+from medusa_heads.inference.acceptance.base import is_penalty, warp
 from medusa_heads.inference.engine.noise import NoiseOnDevice
 from medusa_heads.trees.tree import TokenTree
 
 
+class PenaltyOnDevice:
+    """transformers' repetition penalty, by which tokens have been seen in place of the text."""
+
+    def __init__(self, penalty: float) -> None:
+        self.penalty: Any = penalty
+
+    def __call__(self, seen_RV: Tensor, scores_RV: Tensor) -> Tensor:
+        less_RV = (scores_RV * self.penalty).where(scores_RV < 0, scores_RV / self.penalty)
+        return less_RV.where(seen_RV, scores_RV)
+
+
 class ProcessorsOnDevice:
-    """Copies of processors that look at scores alone, with tensors in place of the numbers that
+    """Copies of processors that look at tokens alone, with tensors in place of the numbers that
     they compute with, such as a temperature: one graph then serves all of these.
 
     Args:
         like: such processors.
 
     Attributes:
-        copies: which compute as those that were taken last.
+        copies: which compute as those that were taken last; those that look at the text are given
+            the tokens that have been seen.
+        look_at_text: whether any does.
     """
 
     def __init__(self, like: LogitsProcessorList, device: torch.device) -> None:
-        self.copies = LogitsProcessorList(map(copy, like))
+        self.copies = LogitsProcessorList(
+            PenaltyOnDevice(each.penalty) if is_penalty(each) else copy(each) for each in like
+        )
+        self.look_at_text = any(isinstance(each, PenaltyOnDevice) for each in self.copies)
         for processor in self.copies:
             for name, number in _numbers(processor).items():
                 # In double precision, of which those of the host are rounded as well.
@@ -51,12 +67,16 @@ def kinds(processors: LogitsProcessorList) -> tuple[Any, ...]:
     """All of such processors that is no number which they compute with, such as a `top_k`, by which
     shapes go."""
     return tuple(
-        (type(processor), *sorted(vars(processor).items() - _numbers(processor).items()))
+        (type(processor),)
+        if is_penalty(processor)
+        else (type(processor), *sorted(vars(processor).items() - _numbers(processor).items()))
         for processor in processors
     )
 
 
 def _numbers(processor: Any) -> dict[str, float | Tensor]:
+    if is_penalty(processor):  # what it leaves out of a text has not been seen
+        return {"penalty": processor.penalty}
     # What takes the place of a score is no tensor: a GPU's host would have to read it first.
     return {
         name: number
@@ -70,16 +90,26 @@ def draw_all(
     logits_BNV: Tensor,
     processors: LogitsProcessorList,
     noise: NoiseOnDevice | None,
+    seen_BV: Tensor | None = None,
 ) -> Tensor:
-    """The target's next token [B, N] behind every node, by processors that look at scores alone;
-    the likeliest where there is no noise. NO_TOKEN where the processed scores are no distribution.
+    """The target's next token [B, N] behind every node, by processors on the device; the likeliest
+    where there is no noise. NO_TOKEN where the processed scores are no distribution. `seen_BV`
+    tells which tokens are in each row's text, where any processor asks.
     """
     if noise is None and not processors:
         return logits_BNV.argmax(dim=-1)
-    scores_BNV = warp(processors, None, logits_BNV.float().flatten(0, 1)).view_as(logits_BNV)
+    seen_RV = None if seen_BV is None else _seen_behind(tree, seen_BV).flatten(0, 1)
+    scores_BNV = warp(processors, seen_RV, logits_BNV.float().flatten(0, 1)).view_as(logits_BNV)
     if noise is None:
         return scores_BNV.argmax(dim=-1)
     return noise.draw_all(scores_BNV, tree.depth_BN)
+
+
+def _seen_behind(tree: TokenTree, seen_BV: Tensor) -> Tensor:
+    """Which tokens are in the text behind each node, [B, N, V]: also those on its path."""
+    every_B1N = tree.tokens_BN[:, None]
+    path_BNN = every_B1N.where(tree.ancestors_BNN, every_B1N[..., :1])  # the root's has been seen
+    return seen_BV[:, None].repeat(1, tree.num_nodes, 1).scatter(2, path_BNN, True)
 
 
 class DeepestPath(NamedTuple):

@@ -50,6 +50,28 @@ def look_at_scores_alone(processors: LogitsProcessorList) -> bool:
     return all(type(processor) in _WARPERS for processor in processors)
 
 
+def look_at_tokens_alone(processors: LogitsProcessorList, rows: Sequence[Row]) -> bool:
+    """Whether of these texts the processors look at most at which tokens are in them, in whatever
+    order, and at all that are still to come."""
+    penalties = [processor for processor in processors if is_penalty(processor)]
+    others = LogitsProcessorList(each for each in processors if not is_penalty(each))
+    if len(penalties) > 1 or not look_at_scores_alone(others):
+        return False
+    # The last token counts, from which trees go on.
+    return all(ignored(each, row) < row.length for each in penalties for row in rows)
+
+
+def is_penalty(processor: Any) -> bool:
+    return type(processor) is known.RepetitionPenaltyLogitsProcessor
+
+
+def ignored(penalty: Any, row: Row) -> int:
+    """Tokens at the beginning of a text, its padding included, that a repetition penalty leaves
+    out."""
+    lengths: Tensor | int | None = penalty.prompt_ignore_length
+    return int(lengths[row.index] if isinstance(lengths, Tensor) else lengths or 0)
+
+
 def warp(processors: LogitsProcessorList, ids_1T: Any, scores_RV: Tensor) -> Tensor:
     """What processors that look at scores alone make of any rows of them. The list itself, called,
     would ask each time what its processors take: half of what they cost on few scores."""

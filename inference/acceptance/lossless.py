@@ -16,6 +16,7 @@ from medusa_heads.inference.acceptance.base import (
     RowProcessors,
     Settings,
     look_at_scores_alone,
+    look_at_tokens_alone,
     row_processors,
     warp,
 )
@@ -54,10 +55,10 @@ class SampleThenMatch:
         self._at_once = look_at_scores_alone(processors)
         self._of_row: list[RowProcessors] = []
 
-    @property
-    def draws_at_once(self) -> bool:
-        """Whether `at_once` says what the walk would commit."""
-        return self._at_once and (self.noise is not None or not self._do_sample)
+    def draws_at_once(self, rows: Sequence[Row]) -> bool:
+        """Whether `at_once` says what the walk of these would commit."""
+        keyed = self.noise is not None or not self._do_sample
+        return keyed and look_at_tokens_alone(self.processors, rows)
 
     def __call__(self, tree: TokenTree, logits_BNV: Tensor, rows: Sequence[Row]) -> list[list[int]]:
         plain = not self._do_sample and not self.processors

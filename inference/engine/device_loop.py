@@ -61,7 +61,7 @@ def _step(
         tree, expected_BN = likeliest(tree, size + 1)
     logits_BNV, hidden_BNX = state.read(target, tree)
     drafter.observe(tree, logits_BNV)
-    drawn_BN = draw_all(tree, logits_BNV, state.processors, state.noise_on_device)
+    drawn_BN = draw_all(tree, logits_BNV, state.processors, state.noise_on_device, state.seen_BV)
     state.take(deepest_path(tree, drawn_BN, levels), hidden_BNX, expected_BN)
 
 
@@ -282,7 +282,7 @@ def device_loop(
     state, or what `ends` knows nothing of."""
     if not isinstance(target, CompiledTarget) or not target.whole_steps or drafter.levels is None:
         return None
-    if not isinstance(rule, SampleThenMatch) or not rule.draws_at_once:
+    if not isinstance(rule, SampleThenMatch) or not rule.draws_at_once(state.rows):
         return None
     if ends is None or len(ends.tokens) > ENDS or state.last_position is None:
         return None

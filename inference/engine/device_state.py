@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from medusa_heads.inference.acceptance.at_once import DeepestPath, ProcessorsOnDevice, kinds
+from medusa_heads.inference.acceptance.base import ignored, is_penalty
 from medusa_heads.inference.engine.noise import NO_TOKEN, NoiseOnDevice
 from medusa_heads.inference.engine.rows import Ends
 from medusa_heads.inference.engine.state import DecodingState, padded_mask
@@ -27,7 +28,7 @@ if TYPE_CHECKING:  # which read the state
     from medusa_heads.inference.drafters.base import Drafter
 
 # Of a state, what no step depends on, or by what stands beside it.
-_OTHERS = {"cache", "_processors"}
+_OTHERS = {"cache", "_processors", "_seen_BV"}
 ENDS = 8  # tokens that may end a row, in one graph
 
 
@@ -58,7 +59,7 @@ class DeviceState(DecodingState):
         batch, device = len(like.rows), like.roots_B.device
         capacity = like.cache.fixed_capacity
         assert capacity is not None
-        self._capacity, self._levels = capacity, levels
+        self._capacity, self._levels, self._vocab_size = capacity, levels, vocab_size
         numbers = partial(fixed_zeros, device)
         self.hidden_BD = numbers(*like.hidden_BD.shape, dtype=like.hidden_BD.dtype)
         self.roots_B, self.lengths_B, self.padding_B = (numbers(batch) for _ in range(3))
@@ -83,10 +84,13 @@ class DeviceState(DecodingState):
         self.noise_on_device: NoiseOnDevice | None = None
         self.processors: LogitsProcessorList
         self._processors: dict[tuple[Any, ...], ProcessorsOnDevice] = {}  # by their kinds
+        # Which tokens are in each row's text, where a processor asks.
+        self.seen_BV: Tensor | None = None
+        self._seen_BV: Tensor | None = None
         del self.cache  # which lives as long as the target keeps it
 
     def begin(self, state: DecodingState, ends: Ends, processors: LogitsProcessorList) -> None:
-        """Go on with this text, whose prompt has been read, by processors that look at scores
+        """Go on with this text, whose prompt has been read, by processors that look at tokens
         alone."""
         rows, device = state.rows, self.roots_B.device
         room = [0 if row.done else ends.max_length - row.length for row in rows]
@@ -121,10 +125,24 @@ class DeviceState(DecodingState):
             self._processors[of_kinds] = ProcessorsOnDevice(processors, device)
         self._processors[of_kinds].take(processors)
         self.processors = self._processors[of_kinds].copies
+        self.seen_BV = (
+            self._seen(state, processors) if self._processors[of_kinds].look_at_text else None
+        )
         self.warpers = None if state.warpers is None else self.processors
         self.noise = self.noise_on_device = None if noise is None else self._noise
         assert isinstance(state.cache, StaticRowCache)
         self.cache = state.cache  # at last: whoever has begun lets go of it
+
+    def _seen(self, state: DecodingState, processors: LogitsProcessorList) -> Tensor:
+        if self._seen_BV is None:
+            shape = len(self.roots_B), self._vocab_size
+            self._seen_BV = fixed_zeros(self.roots_B.device, *shape, dtype=torch.bool)
+        (penalty,) = filter(is_penalty, processors)
+        self._seen_BV.zero_()
+        for seen_V, row in zip(self._seen_BV, state.rows, strict=True):
+            first = ignored(penalty, row)
+            seen_V.index_fill_(0, row.ids_1T()[0, first:], True)
+        return self._seen_BV
 
     @property
     def parts(self) -> list[Any]:
@@ -189,6 +207,9 @@ class DeviceState(DecodingState):
         place_BA = (written_B1 + columns_A).where(taken_BA, self._capacity)
         # What is of no row is one number, or which of them stands there nobody could tell.
         self.out_BT.scatter_(1, place_BA, tokens_BA.where(taken_BA, NO_TOKEN))
+        if self.seen_BV is not None:
+            new_BA = tokens_BA.clamp_min(0).where(taken_BA, self.roots_B[:, None])
+            self.seen_BV.scatter_(1, new_BA, True)
         self.steps_A.add_((columns_A == count_B1 - 1).sum(dim=0))
         self.forwards.add_((count_B1 > 0).any())
 

@@ -103,7 +103,7 @@ def test_recurrent_states(kind: str) -> None:
             assert medusa.last_stats.seconds["step"]
             assert max(medusa.last_stats.accepted) == 4
     plain = uncaptured(medusa)
-    options = {"repetition_penalty": 1.3}
+    options = {"no_repeat_ngram_size": 2}
     assert torch.equal(text(medusa, inputs, **options), text(plain, inputs, **options))
 
 
@@ -111,7 +111,7 @@ def test_steps_that_ask_the_host(model: Any) -> None:
     """Forwards alone are recorded, and serve all texts of their shapes."""
     medusa, inputs = with_heads(model, features=[0, 1]), padded([0, 3], 12)
     plain = uncaptured(medusa)
-    for options in ({"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2, **SAMPLING}):
+    for options in ({"no_repeat_ngram_size": 2}, {"no_repeat_ngram_size": 2, **SAMPLING}):
         for _ in range(2):
             assert torch.equal(text(medusa, inputs, **options), text(plain, inputs, **options))
             assert "step" not in medusa.last_stats.seconds
@@ -130,11 +130,11 @@ def test_a_recording_serves_all_texts_of_its_shapes(model: Any, recorded: list[A
         text(medusa, padded([0, 3], 12), do_sample=True, temperature=temperature)
     assert len(recorded) == 2
     for _ in range(2):
-        text(medusa, padded([0, 3], 12), repetition_penalty=1.3)
+        text(medusa, padded([0, 3], 12), no_repeat_ngram_size=2)
     assert len(recorded) == 3
 
 
-@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=["step", "forward"])
+@pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 2}], ids=["step", "forward"])
 def test_weights_may_change(
     model: Any, recorded: list[Any], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
@@ -160,7 +160,7 @@ def test_weights_may_change(
     assert not is_right()
 
 
-@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=["step", "forward"])
+@pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 2}], ids=["step", "forward"])
 @pytest.mark.parametrize("change", ["adapter", "hook", "method"])
 def test_the_model_may_change(model: Any, change: str, options: dict[str, Any]) -> None:
     """Between texts, by what is no weight."""
@@ -186,7 +186,7 @@ def test_the_model_may_change(model: Any, change: str, options: dict[str, Any]) 
     assert not torch.equal(texts[0], texts[2])
 
 
-@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=["step", "forward"])
+@pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 2}], ids=["step", "forward"])
 @pytest.mark.parametrize("what", ["method", "class", "function", "setting"])
 def test_what_is_exchanged_and_gone(model: Any, what: str, options: dict[str, Any]) -> None:
     """So that another may lie where it lay."""
@@ -232,7 +232,7 @@ def deep(tiny_llama: TinyLlama) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("tree", "options"), [("auto", {}), ("7", SAMPLING), ("7", {"repetition_penalty": 1.3})]
+    ("tree", "options"), [("auto", {}), ("7", SAMPLING), ("7", {"no_repeat_ngram_size": 2})]
 )
 def test_compiled_parts(deep: Any, tree: str, options: dict[str, Any]) -> None:
     """A step is recorded as it is, and then with fewer kernels, found to do the same."""
@@ -247,12 +247,12 @@ def test_compiled_parts(deep: Any, tree: str, options: dict[str, Any]) -> None:
     expected = text(uncaptured(medusa), inputs, **options)
     for _ in range(3):
         assert torch.equal(text(medusa, inputs, **options), expected)
-    whole = "repetition_penalty" not in options  # or forwards alone are recorded
+    whole = "no_repeat_ngram_size" not in options  # or forwards alone are recorded
     steps = [one for each in steps_of(medusa) for one in each.values()] if whole else []
     assert made and bool(steps) == whole and all(one.serves and one.is_last for one in steps)
 
 
-@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=["step", "forward"])
+@pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 2}], ids=["step", "forward"])
 @pytest.mark.parametrize("fails", ["compiling", "recording"])
 def test_parts_that_cannot_be_compiled(deep: Any, fails: str, options: dict[str, Any]) -> None:
     """Their kernels stay as they are, recorded."""

@@ -56,7 +56,7 @@ def test_as_a_walk(drawn: bool, trial: int) -> None:
         written_B = torch.tensor([len(each.tokens) for each in rows])
         keys_B, tokens_V = torch.tensor(rule.noise.keys(rows)), torch.arange(VOCAB)
         noise = NoiseOnDevice(keys_B, written_B, tokens_V)
-    assert rule.draws_at_once
+    assert rule.draws_at_once([])
     drawn_BN = draw_all(tree, logits_BNV, rule.processors, noise)
     found = deepest_path(tree, drawn_BN, SHAPE.max_depth)
     before = [len(each.tokens) for each in rows]

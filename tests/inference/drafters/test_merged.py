@@ -228,7 +228,7 @@ def test_steps_that_ask_the_host_verify_as_many_nodes_as_pay(
     """Where a node takes as long as a step without, few, since these heads know nothing; where it
     costs nothing, many."""
     inputs = padded([0, 3, 1][:batch], 12)
-    asks: dict[str, Any] = {"repetition_penalty": 1.2}  # which reads the text
+    asks: dict[str, Any] = {"no_repeat_ngram_size": 3}  # which reads the text
     expected = replayed.text(model, inputs, **asks)
     medusa, clock, taken = replayed.with_heads(model, "auto"), Clock(monkeypatch), list[int]()
     assert isinstance(medusa.drafter, MergedTrees)

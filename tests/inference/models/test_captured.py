@@ -44,7 +44,7 @@ def model(tiny_llama: TinyLlama) -> Any:
 
 
 @pytest.mark.parametrize("compile", [None, "kernels"])
-@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=["step", "forward"])
+@pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 2}], ids=["step", "forward"])
 def test_what_cannot_be_recorded(model: Any, options: dict[str, Any], compile: Any) -> None:
     """Decoding goes on with forwards alone, and then as the target is; a warning says so."""
     layer = model.model.layers[0].mlp
@@ -89,7 +89,7 @@ def test_one_kind_of_processors_that_cannot_be_recorded(
         assert ("step" in medusa.last_stats.seconds) == (options is not odd)
 
 
-@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=["step", "forward"])
+@pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 2}], ids=["step", "forward"])
 def test_where_memory_is_short(
     model: Any, recorded: list[Any], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
@@ -151,7 +151,7 @@ def test_prompts_of_all_lengths(model: Any, recorded: list[Any], lengths: tuple[
 def test_weights_are_not_kept(model: Any) -> None:
     """Neither those that were exchanged, once the next text has begun, nor the model itself."""
     medusa, inputs = with_heads(model), padded([0, 3], 12)
-    for options in ({}, {"repetition_penalty": 1.3}):
+    for options in ({}, {"no_repeat_ngram_size": 2}):
         text(medusa, inputs, **options)
     weight = model.model.layers[0].mlp.down_proj.weight
 
@@ -172,7 +172,7 @@ def recordings(medusa: MedusaModel) -> list[Any]:
     return [*of_steps, *of_forwards]
 
 
-@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=["step", "forward"])
+@pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 2}], ids=["step", "forward"])
 def test_a_recording_that_does_something_else(
     model: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:

@@ -92,7 +92,7 @@ def test_what_needs_the_host_takes_the_other_road(
     text(medusa, inputs, max_new_tokens=4)
     assert taken == [1]
     for options in (
-        {"repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 2},
         {"min_new_tokens": 2, "eos_token_id": 3},
         {"return_dict_in_generate": True, "output_scores": True},
         {"stopping_criteria": [lambda ids, scores: torch.tensor([False], device=DEVICE)]},
