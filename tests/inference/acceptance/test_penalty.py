@@ -23,15 +23,13 @@ PENALTY: dict[str, Any] = {"repetition_penalty": 1.5}
 
 
 @pytest.fixture(scope="module")
-def model(tiny_llama: TinyLlama) -> Any:
-    made = tiny_llama().to(DEVICE)
-    made.generation_config.pad_token_id = 0
-    return made
+def medusa(tiny_llama: TinyLlama) -> MedusaModel:
+    return with_heads(tiny_llama(pad_token_id=0).to(DEVICE))
 
 
 @pytest.fixture(scope="module")
-def medusa(model: Any) -> MedusaModel:
-    return with_heads(model)
+def model(medusa: MedusaModel) -> Any:
+    return medusa.target.model
 
 
 def penalised(model: Any, medusa: MedusaModel, inputs: Any, truth: list[int]) -> Tensor:
@@ -112,7 +110,7 @@ def test_a_penalty_of_a_part_of_the_text(model: Any, medusa: MedusaModel, ignore
     assert ("step" in medusa.last_stats.seconds) == (ignored <= 12)
 
 
-@pytest.mark.parametrize("compile", [None, "kernels"])
+@pytest.mark.parametrize("compile", [None, pytest.param("kernels", marks=pytest.mark.slow)])
 def test_recorded_steps(model: Any, recorded: list[Any], compile: Any) -> None:
     """One recording serves all penalties, and another one no penalty, whatever comes in between."""
     inputs: Any = padded([0, 3, 7], 12)
