@@ -19,14 +19,18 @@ from medusa_heads.trees.tree import TokenTree
 
 
 class PenaltyOnDevice:
-    """transformers' repetition penalty, by which tokens have been seen in place of the text."""
+    """transformers' repetition penalty, by which tokens have been seen in place of the text; a last
+    column is of ids beyond the vocabulary."""
 
     def __init__(self, penalty: float) -> None:
         self.penalty: Any = penalty
+        self.inverse: Any = 1.0 / penalty
 
     def __call__(self, seen_RV: Tensor, scores_RV: Tensor) -> Tensor:
-        less_RV = (scores_RV * self.penalty).where(scores_RV < 0, scores_RV / self.penalty)
-        return less_RV.where(seen_RV, scores_RV)
+        # By a number of the host, torch divides so on a GPU, and ties depend on it.
+        lower_RV = scores_RV * self.inverse if scores_RV.is_cuda else scores_RV / self.penalty
+        less_RV = (scores_RV * self.penalty).where(scores_RV < 0, lower_RV)
+        return less_RV.where(seen_RV[:, :-1], scores_RV)
 
 
 class ProcessorsOnDevice:
@@ -76,7 +80,8 @@ def kinds(processors: LogitsProcessorList) -> tuple[Any, ...]:
 
 def _numbers(processor: Any) -> dict[str, float | Tensor]:
     if is_penalty(processor):  # what it leaves out of a text has not been seen
-        return {"penalty": processor.penalty}
+        penalty = torch.tensor(processor.penalty, dtype=torch.float)  # as scores are
+        return {"penalty": processor.penalty, "inverse": float(1.0 / penalty)}
     # What takes the place of a score is no tensor: a GPU's host would have to read it first.
     return {
         name: number
@@ -94,7 +99,8 @@ def draw_all(
 ) -> Tensor:
     """The target's next token [B, N] behind every node, by processors on the device; the likeliest
     where there is no noise. NO_TOKEN where the processed scores are no distribution. `seen_BV`
-    tells which tokens are in each row's text, where any processor asks.
+    tells which tokens are in each row's text, where any processor asks, and in one more column
+    whether ids beyond the vocabulary are.
     """
     if noise is None and not processors:
         return logits_BNV.argmax(dim=-1)
@@ -106,8 +112,8 @@ def draw_all(
 
 
 def _seen_behind(tree: TokenTree, seen_BV: Tensor) -> Tensor:
-    """Which tokens are in the text behind each node, [B, N, V]: also those on its path."""
-    every_B1N = tree.tokens_BN[:, None]
+    """Which tokens are in the text behind each node, [B, N, V + 1]: also those on its path."""
+    every_B1N = tree.tokens_BN[:, None].clamp_max(seen_BV.shape[1] - 1)
     path_BNN = every_B1N.where(tree.ancestors_BNN, every_B1N[..., :1])  # the root's has been seen
     return seen_BV[:, None].repeat(1, tree.num_nodes, 1).scatter(2, path_BNN, True)
 

@@ -69,7 +69,7 @@ def ignored(penalty: Any, row: Row) -> int:
     """Tokens at the beginning of a text, its padding included, that a repetition penalty leaves
     out."""
     lengths: Tensor | int | None = penalty.prompt_ignore_length
-    return int(lengths[row.index] if isinstance(lengths, Tensor) else lengths or 0)
+    return max(int(lengths[row.index] if isinstance(lengths, Tensor) else lengths or 0), 0)
 
 
 def warp(processors: LogitsProcessorList, ids_1T: Any, scores_RV: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ class Texts(Memory):
     """The texts of rows that the host knows, and what was drafted from them last.
 
     Attributes:
-        accepted: drafts of a row, whatever they were, in the last step.
+        accepted: drafts, whatever they were, in the last step, of a mean row that went on in it.
         paced: which chooses how many the next one verifies.
     """
 
@@ -91,7 +91,8 @@ class Texts(Memory):
             if kept is not None:
                 self._last = Continuation(*(of[kept] for of in self._last))
             committed = self.committed()
-            self.accepted = sum(map(len, committed)) / len(committed) - 1.0
+            going = [len(tokens) - 1.0 for tokens in committed if tokens]  # others have ended
+            self.accepted = sum(going) / max(len(going), 1)
             longest = max(map(len, committed))
             filled = [tokens + [0] * (longest - len(tokens)) for tokens in committed]
             fresh_B = torch.tensor([len(tokens) for tokens in committed], device=device)

@@ -103,7 +103,8 @@ class MergedTrees(Drafter):
         self._paced = memory.paced
         size = self._paced.next(self._buckets[key], memory.accepted)
         smaller, expected_BN = likeliest(tree, size + 1)
-        self._paced.expected_N = expected_BN.mean(dim=0)
+        going = [b for b, row in enumerate(state.rows) if not row.done]  # others stay in a batch
+        self._paced.expected_N = expected_BN[going].mean(dim=0)
         return smaller
 
     def learn_seconds(self, nodes: int, seconds: float) -> None:

@@ -84,7 +84,7 @@ class DeviceState(DecodingState):
         self.noise_on_device: NoiseOnDevice | None = None
         self.processors: LogitsProcessorList
         self._processors: dict[tuple[Any, ...], ProcessorsOnDevice] = {}  # by their kinds
-        # Which tokens are in each row's text, where a processor asks.
+        # Which tokens are in each row's text, where a processor asks: V, and all ids beyond.
         self.seen_BV: Tensor | None = None
         self._seen_BV: Tensor | None = None
         del self.cache  # which lives as long as the target keeps it
@@ -135,13 +135,13 @@ class DeviceState(DecodingState):
 
     def _seen(self, state: DecodingState, processors: LogitsProcessorList) -> Tensor:
         if self._seen_BV is None:
-            shape = len(self.roots_B), self._vocab_size
+            shape = len(self.roots_B), self._vocab_size + 1
             self._seen_BV = fixed_zeros(self.roots_B.device, *shape, dtype=torch.bool)
         (penalty,) = filter(is_penalty, processors)
         self._seen_BV.zero_()
         for seen_V, row in zip(self._seen_BV, state.rows, strict=True):
-            first = ignored(penalty, row)
-            seen_V.index_fill_(0, row.ids_1T()[0, first:], True)
+            ids_T = row.ids_1T()[0, ignored(penalty, row) :].clamp_max(self._vocab_size)
+            seen_V.index_fill_(0, ids_T, True)
         return self._seen_BV
 
     @property

@@ -110,6 +110,38 @@ def test_a_penalty_of_a_part_of_the_text(model: Any, medusa: MedusaModel, ignore
     assert ("step" in medusa.last_stats.seconds) == (ignored <= 12)
 
 
+def test_lengths_below_zero_leave_out_nothing(model: Any, medusa: MedusaModel) -> None:
+    inputs: Any = padded([0, 3], 12)
+    lengths = torch.tensor([-4, -1], device=DEVICE)
+    try:
+        penalty = RepetitionPenaltyLogitsProcessor(1.9, prompt_ignore_length=lengths)
+    except ValueError:
+        pytest.skip("in this version of transformers rows share one length")
+    own = LogitsProcessorList([penalty])
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "logits_processor": own}
+    assert torch.equal(text(medusa, inputs, **options), model.generate(**inputs, **options))
+
+
+def test_ids_beyond_the_head(tiny_llama: TinyLlama) -> None:
+    """A prompt may have tokens that can only be read, and the text's continuation drafts them."""
+    model = tiny_llama(pad_token_id=0)
+    more = torch.nn.Embedding(230, 64)
+    more.weight.data[:199] = model.model.embed_tokens.weight.data
+    model.model.embed_tokens = more
+    inputs: Any = padded([0, 3], 12)
+    inputs["input_ids"][:, [6, 8, 10]] = torch.tensor([21, 210, 21], device=DEVICE)
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, **PENALTY}
+    try:
+        expected = model.to(DEVICE).generate(**inputs, **options)
+    except (IndexError, RuntimeError):
+        pytest.skip("this version of transformers takes no such prompt")
+    for tree in ("7", "auto"):
+        medusa = with_heads(model)
+        medusa.use_tree(tree)
+        assert torch.equal(text(medusa, inputs, **PENALTY), expected)
+        assert medusa.last_stats.seconds["step"]
+
+
 @pytest.mark.parametrize("compile", [None, pytest.param("kernels", marks=pytest.mark.slow)])
 def test_recorded_steps(model: Any, recorded: list[Any], compile: Any) -> None:
     """One recording serves all penalties, and another one no penalty, whatever comes in between."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads import MedusaModel
+from medusa_heads.inference.adapt.buckets import Buckets
 from medusa_heads.inference.adapt.measure import room
 from medusa_heads.inference.drafters.continuation import continuation
 from medusa_heads.inference.drafters.merged import MergedTrees, merged
@@ -245,3 +246,28 @@ def test_steps_that_ask_the_host_verify_as_many_nodes_as_pay(
     assert "step" not in medusa.last_stats.seconds
     assert set(taken) == {size + 1 for size in medusa.drafter.sizes}
     assert (set(taken[-8:]) == {fewest}) == (cost > 0)
+
+
+@pytest.mark.usefixtures("recorded")
+def test_rows_that_have_ended_say_nothing_of_what_pays(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stay in a recorded batch, and commit nothing."""
+    inputs = padded([0, 3, 1, 2], 12)
+    asks: dict[str, Any] = {"no_repeat_ngram_size": 3, "max_new_tokens": 2 * NEW}
+    *others, last = replayed.text(model, inputs, **asks)[:, 12:].tolist()
+    ends = [token for row in others for token in row[:8] if token not in last]
+    expected = replayed.text(model, inputs, eos_token_id=ends, **asks)
+    lengths_B = (expected[:, 12:] != 0).sum(dim=1)
+    assert lengths_B[-1] == 2 * NEW and lengths_B.min() <= 8
+    learn, told = Buckets.learn, list[tuple[float, float]]()
+
+    def noted(buckets: Buckets, size: int, accepted: float, expected: Any, *more: Any) -> None:
+        told.append((accepted, expected[-1]))
+        learn(buckets, size, accepted, expected, *more)
+
+    monkeypatch.setattr(Buckets, "learn", noted)
+    medusa = replayed.with_heads(model, "auto")
+    for _ in range(2):
+        assert torch.equal(replayed.text(medusa, inputs, eos_token_id=ends, **asks), expected)
+    assert len(told) > 12 and min(min(each) for each in told) >= 0.0
