@@ -22,9 +22,9 @@ class PenaltyOnDevice:
     """transformers' repetition penalty, by which tokens have been seen in place of the text; a last
     column is of ids beyond the vocabulary."""
 
-    def __init__(self, penalty: float) -> None:
-        self.penalty: Any = penalty
-        self.inverse: Any = 1.0 / penalty
+    def __init__(self) -> None:
+        self.penalty: Any = 1.0  # until one is taken
+        self.inverse: Any = 1.0
 
     def __call__(self, seen_RV: Tensor, scores_RV: Tensor) -> Tensor:
         # By a number of the host, torch divides so on a GPU, and ties depend on it.
@@ -48,7 +48,7 @@ class ProcessorsOnDevice:
 
     def __init__(self, like: LogitsProcessorList, device: torch.device) -> None:
         self.copies = LogitsProcessorList(
-            PenaltyOnDevice(each.penalty) if is_penalty(each) else copy(each) for each in like
+            PenaltyOnDevice() if is_penalty(each) else copy(each) for each in like
         )
         self.look_at_text = any(isinstance(each, PenaltyOnDevice) for each in self.copies)
         for processor in self.copies:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.decoder_shape import BlockShape
-from medusa_heads.heads.decoder import DecoderHeads, Turned, settings_of
+from medusa_heads.heads.decoder import DecoderHeads, RotaryLayers, settings_of
 from medusa_heads.heads.vocabulary import HasVocabulary
 
 AT_ONCE = 1 << 27
@@ -33,7 +33,7 @@ AT_ONCE = 1 << 27
 _AGAIN: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
 
 
-class BlockLayers(Turned):
+class BlockLayers(RotaryLayers):
     """The layers, what makes one state of N features before them, and the norm behind them."""
 
     def __init__(self, config: HeadsConfig, shape: BlockShape) -> None:
@@ -46,7 +46,7 @@ class BlockLayers(Turned):
         settings, rotary = settings_of(
             shape, Qwen3Config, Qwen3RotaryEmbedding, width, config.num_layers
         )
-        self.turn_by(rotary)
+        self.keep_rotary(rotary)
         self._mask_D = torch.empty(0)
         self._num_queries = config.num_heads + (not shape.sample_from_anchor)
         self._num_heads = config.num_heads

@@ -78,10 +78,10 @@ class DecoderHeads(DraftHeads):
         return hidden_RE.unflatten(-1, (self.config.num_heads, -1))
 
 
-class Turned(nn.Module):
+class RotaryLayers(nn.Module):
     """Layers with rotary positions of transformers."""
 
-    def turn_by(self, rotary: Any) -> None:
+    def keep_rotary(self, rotary: Any) -> None:
         # In a tuple, because its frequencies keep their precision whatever the layers are cast to.
         self._rotary = (rotary,)
 

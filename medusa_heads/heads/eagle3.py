@@ -26,10 +26,10 @@ from medusa_heads.config import HeadsConfig
 from medusa_heads.decoder_shape import DecoderShape
 from medusa_heads.heads.base import After
 from medusa_heads.heads.chains import Chains
-from medusa_heads.heads.decoder import DecoderHeads, Turned, settings_of
+from medusa_heads.heads.decoder import DecoderHeads, RotaryLayers, settings_of
 
 
-class Eagle3Layer(Turned):
+class Eagle3Layer(RotaryLayers):
     """The decoder layer; fresh, it hands the hidden state on."""
 
     def __init__(self, hidden_size: int, shape: DecoderShape) -> None:
@@ -42,7 +42,7 @@ class Eagle3Layer(Turned):
 
         super().__init__()
         self.config, rotary = settings_of(shape, LlamaConfig, LlamaRotaryEmbedding, hidden_size)
-        self.turn_by(rotary)
+        self.keep_rotary(rotary)
         self._norm_before_residual = shape.norm_before_residual
         self.self_attn = LlamaAttention(self.config, layer_idx=0)
         for name in ("q_proj", "k_proj", "v_proj"):

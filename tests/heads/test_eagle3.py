@@ -14,7 +14,7 @@ from medusa_heads.config import HeadsConfig
 from medusa_heads.decoder_shape import DecoderShape
 from medusa_heads.heads import Eagle3Heads, new_heads
 from medusa_heads.heads.chains import Chains
-from medusa_heads.heads.decoder import Turned
+from medusa_heads.heads.decoder import RotaryLayers
 from medusa_heads.target.target import TargetModel
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.rereading import random_heads
@@ -210,7 +210,7 @@ def test_positions_follow_the_weights_to_their_device(
 ) -> None:
     """And to no other precision: what a step would have to fetch cannot be recorded."""
     heads: Any = new_heads(tiny_llama(), HeadsConfig(num_heads=2, kind=kind))
-    (layers,) = (layers for layers in heads.modules() if isinstance(layers, Turned))
+    (layers,) = (layers for layers in heads.modules() if isinstance(layers, RotaryLayers))
     moved: list[Any] = []
     monkeypatch.setattr(layers._rotary[0], "to", lambda *where: moved.append(where))
     heads.to(DEVICE, torch.bfloat16)
