@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -38,11 +39,13 @@ def move_in(
 ) -> None:
     """Put staged files or folders in their places, in this order. Where they shall be `durable`,
     their bytes are on the disk before the first of them is seen, and their names when this returns;
-    else a power cut may leave them empty. The old files stand where it raises OSError."""
+    else a power cut may leave them empty. Whoever may read new files here may read them. The old
+    files stand where it raises OSError."""
     pairs = [(staged / name, Path(folder) / name) for name in names]
-    for source, _ in pairs if durable else ():
-        for path in (source, *source.rglob("*")):
-            _to_disk(path)
+    paths = [path for source, _ in pairs for path in (source, *source.rglob("*"))]
+    _share(paths, _rights_here(staged))
+    for path in paths if durable else ():
+        _to_disk(path)
     for source, place in pairs:
         os.replace(source, place)
     for parent in {place.parent for _, place in pairs} if durable else ():
@@ -110,6 +113,24 @@ def lock_folder(folder: Path, *, shared: bool = False) -> int | None:
             raise
         return None
     return descriptor
+
+
+def _rights_here(folder: Path) -> int:
+    """The rights that the system gives to a new file."""
+    probe = folder / f".{os.urandom(8).hex()}"
+    probe.touch()
+    rights = probe.stat().st_mode
+    probe.unlink()
+    return stat.S_IMODE(rights)
+
+
+def _share(paths: Iterable[Path], rights: int) -> None:
+    """Give files these rights at least: safetensors writes files that their owner alone reads."""
+    for path in paths:
+        if path.is_file() and not path.is_symlink():
+            has = stat.S_IMODE(path.stat().st_mode)
+            if has | rights != has:
+                path.chmod(has | rights)
 
 
 def _to_disk(path: Path) -> None:

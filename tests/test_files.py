@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -59,6 +60,27 @@ def test_files_and_folders_are_moved_in_by_order(
         move_in(made, tmp_path, ["first", "b", "last"])
     assert moved == ["first", "b", "last"]
     assert names(tmp_path) == ["b", "first", "first/a", "last"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no such rights")
+@pytest.mark.parametrize("umask, expected", [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_whoever_may_read_new_files_may_read_those_moved_in(
+    umask: int, expected: int, tmp_path: Path
+) -> None:
+    before = os.umask(umask)
+    try:
+        with staging(tmp_path) as made:
+            for place in (made / "alone", made / "inner" / "one"):
+                place.parent.mkdir(exist_ok=True)
+                place.touch(0o600)
+            (made / "program").touch(0o700)
+            move_in(made, tmp_path, ["alone", "inner", "program"])
+    finally:
+        os.umask(before)
+    found = [tmp_path / name for name in ("alone", "inner/one", "program")]
+    rights = [stat.S_IMODE(path.stat().st_mode) for path in found]
+    assert rights == [expected, expected, expected | 0o700]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "inner", "program"]
 
 
 def test_an_error_leaves_the_old_file(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from medusa_heads.checkpoint.files import (
 )
 from medusa_heads.checkpoint.tensor_file import mapped_tensors, read_tensors, write_tensors
 from medusa_heads.config import HeadsConfig
-from medusa_heads.contents import SIDECAR_FILE, instead_of_heads
+from medusa_heads.contents import SIDECAR_FILE, foreign_model, instead_of_heads
 from medusa_heads.heads import KINDS
 from medusa_heads.masking import masked
 from medusa_heads.target.fingerprint import file_sha256
@@ -65,8 +65,10 @@ def write_stored(
     folder: str | os.PathLike[str], stored: StoredHeads, *, adapter: PeftModel | None = None
 ) -> Path:
     """Write a checkpoint folder, beside its place first and then renamed, file by file. Raises
-    ValueError: the tensors are not those of such heads."""
+    ValueError: the tensors are not those of such heads, or a model lies in the folder."""
     _check_shapes(stored.tensors, stored.config, WEIGHTS_FILE)
+    if (model := foreign_model(folder)) is not None:
+        raise ValueError(f"{str(folder)!r} holds a model ({model}): name another folder for heads")
     folder = Path(folder)
     # The sidecar comes last: it holds the weights' checksum, and so vouches for them.
     with filled(folder, WEIGHTS_FILE, CONFIG_FILE, SIDECAR_FILE) as made:

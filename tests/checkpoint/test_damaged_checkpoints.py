@@ -49,6 +49,15 @@ def test_sizes_beyond_reason(tiny_llama: TinyLlama, tmp_path: Path, size: str, v
         load_heads(tmp_path, target)
 
 
+def test_heads_are_not_written_over_a_model(tiny_llama: TinyLlama, tmp_path: Path) -> None:
+    target = TargetModel(tiny_llama())
+    target.model.save_pretrained(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match=r"holds a model \(config.json\): name another folder"):
+        save_heads(tmp_path, new_heads(target, HeadsConfig(num_heads=1)), target)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 @pytest.mark.parametrize("size", [2**63, 2**64 - 1])
 def test_a_shape_that_torch_cannot_hold(tmp_path: Path, size: int) -> None:
     said = {"a": {"dtype": "F32", "shape": [0, size], "data_offsets": [0, 0]}}
