@@ -28,7 +28,7 @@ from medusa_heads.machine.kernels import (
 )
 from medusa_heads.machine.measurements import Measurements, as_seconds, measurement_folder
 
-Use = Literal["decode", "draft", "few", "tree", "batch", "train"]
+Use = Literal["decode", "two", "draft", "few", "tree", "batch", "train"]
 """One row; the few of a draft; of a small tree; a tree of some 16 nodes; many rows or a prompt; a
 training step."""
 
@@ -71,7 +71,10 @@ class Shape:
 
 KIND = "products"
 INT8, PACKED = "int8", "packed "
-ROWS: dict[Use, int] = {"decode": 1, "draft": 4, "few": 8, "tree": 16, "batch": 512, "train": 64}
+ROWS: dict[Use, int] = {
+    **{"decode": 1, "two": 2, "draft": 4, "few": 8, "tree": 16},
+    **{"batch": 512, "train": 64},
+}
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _WEIGHTS = 32 << 20  # of a pass: 128 MB in float32, more than most caches
 _WEIGHTS_OF_ONE = 8 << 20  # a larger matrix shows nothing that its part does not
@@ -131,11 +134,11 @@ def int8_gain(dtype: torch.dtype) -> float:
     return _gain(INT8, dtype, ("decode", "draft"), _SQUARE) if has_int8_products() else 0.0
 
 
-def packed_gain(dtype: torch.dtype, outputs: int, inputs: int) -> float:
-    """How many times as fast products of eight rows are with matrices [outputs, inputs] that were
+def packed_gain(dtype: torch.dtype, outputs: int, inputs: int, use: Use = "few") -> float:
+    """How many times as fast products of some rows are with matrices [outputs, inputs] that were
     packed, with the threads that torch uses; 0.0 where they cannot be."""
     own, shape = dtype_name(dtype), Shape(hidden=inputs, intermediate=outputs)
-    return _gain(PACKED + own, dtype, ("few",), shape) if has_packed_products(dtype) else 0.0
+    return _gain(PACKED + own, dtype, (use,), shape) if has_packed_products(dtype) else 0.0
 
 
 def _gain(other: str, dtype: torch.dtype, uses: Sequence[Use], shape: Shape) -> float:

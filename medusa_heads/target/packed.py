@@ -1,9 +1,9 @@
 """A target's large matrices once more, in the order in which a CPU's kernels read them.
 
-For the few rows of a tree, torch's own product rearranges a matrix at every call: from four rows to
-a dozen it takes up to four times as long as for one. A matrix that was rearranged before is
-multiplied about as fast as it is read. The model keeps its own matrices: for single rows, for
-prompts, and for whoever else runs it.
+For the few rows of a tree, torch's own product rearranges a matrix at every call: up to a dozen
+rows take up to four times as long as one, on some processors two rows twice as long. A matrix that
+was rearranged before is multiplied about as fast as it is read. The model keeps its own matrices:
+for single rows, for prompts, and for whoever else runs it.
 
 Shapes: D inputs, O outputs.
 """
@@ -24,6 +24,7 @@ from torch.nn.functional import linear
 
 from medusa_heads.agreement import TOLERANCE, is_half, relative_error
 from medusa_heads.machine import (
+    Use,
     has_packed_products,
     pack,
     packed_gain,
@@ -36,9 +37,10 @@ from medusa_heads.target.attention import reads_tree
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SMALLEST = 1 << 19  # weights of a matrix; of smaller ones the call takes as long as is saved
-ROWS = range(4, 33)  # rows for which it pays; many rows are bound by arithmetic in any order
-_GAIN = 1.25  # with eight rows; with four and with sixteen it is less
+SMALLEST = 1 << 18  # weights of a matrix; of smaller ones the call takes as long as is saved
+ROWS = range(2, 33)  # rows for which it may pay; many are bound by arithmetic in any order
+_FEW = 4  # rows from which it pays where it does with eight; below, a measurement of two says
+_GAIN = 1.25  # with eight rows, or two; with four and with sixteen it is less than with eight
 _AT_ONCE = 1 << 20  # weights that are looked at together
 _SHARE = 4  # of free memory the packed matrices may take this part
 
@@ -61,10 +63,11 @@ def unpacked() -> Iterator[None]:
 
 
 class _Packed:
-    """One layer's matrix. What it was packed from is known by what a product with it gives."""
+    """One layer's matrix, for so many rows. What it was packed from is known by what a product with
+    it gives."""
 
-    def __init__(self, layer: nn.Linear) -> None:
-        self._layer = ref(layer)  # which has this as its forward
+    def __init__(self, layer: nn.Linear, rows: range) -> None:
+        self._layer, self._rows = ref(layer), rows  # which has this as its forward
         self._sums_O = torch.empty(0, dtype=torch.float32, device="cpu")
         self._matrix: Tensor | None = None
         self._dtype: torch.dtype | None = None
@@ -85,7 +88,7 @@ class _Packed:
         if self._dtype == weight_OD.dtype and _same_bits(sums_O, self._sums_O):
             return
         matrix = pack(weight_OD)
-        x_RD = ramp_D.sin().to(weight_OD.dtype).expand(ROWS[0], -1)
+        x_RD = ramp_D.sin().to(weight_OD.dtype).expand(self._rows[0], -1)
         # A kernel that is wrong here is done without.
         error = relative_error(packed_product(x_RD, matrix), linear(x_RD, weight_OD))
         right = error <= TOLERANCE[is_half(weight_OD.dtype)]
@@ -109,7 +112,7 @@ class _Packed:
             or torch.is_grad_enabled()
             or torch.is_autocast_enabled("cpu")
             or not x.dtype == weight_OD.dtype == self._dtype
-            or x.numel() // x.shape[-1] not in ROWS
+            or x.numel() // x.shape[-1] not in self._rows
         ):
             return linear(x, weight_OD, bias_O)
         return packed_product(x, matrix, None if bias_O is None else bias_O.contiguous())
@@ -154,7 +157,7 @@ class PackedMatrices:
     def __init__(self, model: PreTrainedModel, *, measured: bool = True) -> None:
         self._model, self._measured = ref(model), measured
         self._packed: WeakKeyDictionary[nn.Linear, _Packed] = WeakKeyDictionary()
-        self._faster: dict[_Kind, bool] = {}  # for as long as the model is decoded
+        self._rows: dict[_Kind, range] = {}  # for as long as the model is decoded
         self._looked = False
         self._lock = Lock()  # any thread may decode the model
         self._inside, self._replaced = 0, dict[nn.Linear, _Packed]()
@@ -206,35 +209,44 @@ class PackedMatrices:
                     self._replaced = {}
 
     def _look(self) -> None:
-        layers = {layer: self._packed.get(layer) or _Packed(layer) for layer in self._chosen()}
+        layers = {
+            layer: self._packed.get(layer) or _Packed(layer, rows)
+            for layer, rows in self._chosen().items()
+        }
         self._packed = WeakKeyDictionary(layers)
         for packed in layers.values():
             packed.look()
         self._looked = True
 
-    def _chosen(self) -> list[nn.Linear]:
-        """The layers to pack, or that are packed."""
+    def _chosen(self) -> dict[nn.Linear, range]:
+        """The layers to pack, or that are packed, and for which rows."""
         model = self._model()
         alike: dict[_Kind, list[nn.Linear]] = defaultdict(list)
         for module in () if model is None else model.modules():
             if _is_large(module):
                 outputs, inputs = module.weight.shape
                 alike[module.weight.dtype, outputs, inputs].append(module)
-        layers = []
+        layers: dict[nn.Linear, range] = {}
         heaviest = sorted(alike, key=lambda kind: -sum(each.weight.nbytes for each in alike[kind]))
         for number, kind in enumerate(heaviest):
             alone = number < _MEASURED or kind[0] is not heaviest[0][0]
-            if self._is_faster(kind if alone else heaviest[0]):
-                layers += alike[kind]
+            if rows := self._rows_of(kind if alone else heaviest[0]):
+                layers |= dict.fromkeys(alike[kind], rows)
         new = sum(layer.weight.nbytes for layer in layers if layer not in self._packed)
         free = free_memory(torch.device("cpu")) if new else None
-        return layers if free is None or new <= free // _SHARE else []
+        return layers if free is None or new <= free // _SHARE else {}
 
-    def _is_faster(self, kind: _Kind) -> bool:
-        if kind not in self._faster:
-            gain = packed_gain(*kind) if self._measured else _GAIN * has_packed_products(kind[0])
-            self._faster[kind] = gain >= _GAIN
-        return self._faster[kind]
+    def _rows_of(self, kind: _Kind) -> range:
+        if kind not in self._rows:
+            rows = range(0)
+            if self._gain(kind, "few") >= _GAIN:
+                least = ROWS.start if self._gain(kind, "two") >= _GAIN else _FEW
+                rows = range(least, ROWS.stop)
+            self._rows[kind] = rows
+        return self._rows[kind]
+
+    def _gain(self, kind: _Kind, use: Use) -> float:
+        return packed_gain(*kind, use) if self._measured else _GAIN * has_packed_products(kind[0])
 
 
 def _is_large(module: nn.Module) -> TypeGuard[nn.Linear]:

@@ -118,7 +118,7 @@ def test_inductors_graphs_do_so_as_well(tiny_llama: TinyLlama, how: Any) -> None
 
 def test_weights_where_others_lay_are_multiplied_by_themselves(tiny_llama: TinyLlama) -> None:
     layer, other = (tiny_llama(seed=seed).lm_head for seed in (1, 2))
-    packed, x_8D = module._Packed(layer), torch.randn(8, 64)
+    packed, x_8D = module._Packed(layer, ROWS), torch.randn(8, 64)
     packed.look()
     with torch.no_grad():
         torch.testing.assert_close(module._linear(x_8D, layer.weight, None), layer(x_8D))

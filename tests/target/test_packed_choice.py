@@ -63,8 +63,8 @@ def test_the_heaviest_kinds_of_matrices_are_measured(
     gains = {(199, 64): 2.0, (128, 64): 1.0}
     asked = []
 
-    def gain(dtype: torch.dtype, outputs: int, inputs: int) -> float:
-        asked.append((outputs, inputs))
+    def gain(dtype: torch.dtype, outputs: int, inputs: int, use: str) -> float:
+        asked.append((outputs, inputs, use))
         return gains[outputs, inputs]
 
     monkeypatch.setattr(module, "packed_gain", gain)
@@ -73,12 +73,25 @@ def test_the_heaviest_kinds_of_matrices_are_measured(
         target.new_cache()
         with torch.no_grad(), calls(target, 8) as made:
             target.model(torch.arange(8)[None])
-        assert asked == [(128, 64), (199, 64)] and len(made) == 1
+        assert asked == [(128, 64, "few"), (199, 64, "few"), (199, 64, "two")] and len(made) == 1
     gains.update({(199, 64): 1.0, (128, 64): 2.0})  # and all others do as the heaviest
     target = TargetModel(tiny_llama(num_layers=1))
     with torch.no_grad(), calls(target, 8) as made:
         target.model(torch.arange(8)[None])
     assert len(made) == 7
+
+
+@pytest.mark.parametrize(("of_two", "least"), [(1.3, 2), (1.2, 4)])
+def test_from_how_many_rows_on(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, of_two: float, least: int
+) -> None:
+    """On some processors torch's own product of two rows is fast."""
+    monkeypatch.setattr(module, "packed_gain", lambda *of: of_two if of[-1] == "two" else 2.0)
+    target = TargetModel(tiny_llama())
+    for rows in range(1, 6):
+        with torch.no_grad(), calls(target, rows) as made:
+            target.model(torch.arange(rows)[None])
+        assert len(made) == (MATRICES if rows >= least else 0)
 
 
 def test_gradients_and_autocast_take_the_models_own(tiny_llama: TinyLlama) -> None:
