@@ -154,9 +154,11 @@ def split_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are recorded on a GPU where a test says so, by `recorded`: others are of what is
-    decoded without."""
+    decoded without. And no clock says when forwards become scripts."""
     if DEVICE != "cpu":
         monkeypatch.setattr("medusa_heads.inference.models.compiling.captures", lambda _: False)
+    scripting = "medusa_heads.inference.models.scripting.Scripting"
+    monkeypatch.setattr(f"{scripting}._begins", lambda *_: False)
 
 
 @pytest.fixture
@@ -164,7 +166,7 @@ def recorded(as_they_are: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Steps are recorded by default, where there is no GPU by what stands for it; an entry for
     every recording that is asked for."""
     from medusa_heads.inference.models import compiling
-    from medusa_heads.target import captured
+    from medusa_heads.target.graphs import captured
     from tests.replayed import Replayed
 
     monkeypatch.setattr(compiling, "captures", captured.captures)

@@ -9,12 +9,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from pytest import MonkeyPatch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from medusa_heads import HeadsConfig, MedusaModel, new_heads
-from medusa_heads.machine.programs import Program
+from medusa_heads.machine.programs import Program, Script
 from medusa_heads.machine.recording import Recording
 from tests.inference.on_device import NEW
 
@@ -77,6 +78,19 @@ class _Noted(TorchDispatchMode):
 
 def _memory(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def noted_sizes(monkeypatch: MonkeyPatch) -> list[int]:
+    """How many nodes the forwards had that become scripts from now on."""
+    nodes: list[int] = []
+    init = Script.__init__
+
+    def counted(self: Script, program: Program, given: Any, size: int) -> None:
+        nodes.append(size)
+        init(self, program, given, size)
+
+    monkeypatch.setattr(Script, "__init__", counted)
+    return nodes
 
 
 def with_heads(model: Any, tree: str = "7", **config: Any) -> MedusaModel:

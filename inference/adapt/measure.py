@@ -13,8 +13,8 @@ from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.step_bench import SIZES, RandomChain, StepBench, StepSeconds
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.machine import Measurements, as_seconds
-from medusa_heads.target.captured import as_it_is
-from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.graphs.captured import as_it_is
+from medusa_heads.target.graphs.compiled import CompiledTarget
 from medusa_heads.target.packed import PackedMatrices
 from medusa_heads.target.target import TargetModel
 

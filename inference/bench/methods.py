@@ -38,7 +38,7 @@ from medusa_heads.inference.models.training_free import (
 )
 from medusa_heads.inference.plan.adaptive import check_tree, continues_text
 from medusa_heads.inference.plan.draft import draft_plan
-from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.graphs.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 
 PLAIN = "plain"

@@ -28,7 +28,7 @@ from medusa_heads.inference.engine.probe import (
     takes_positions,
 )
 from medusa_heads.inference.engine.recurrent_probe import BatchProber, RecurrentProber
-from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.graphs.compiled import CompiledTarget
 from medusa_heads.target.packed import unpacked
 from medusa_heads.target.recurrent import RecurrentCache
 from medusa_heads.target.target import TargetModel

@@ -31,10 +31,10 @@ from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.machine.graphs import noted
 from medusa_heads.machine.recording import Recording, standing
-from medusa_heads.target.captured import CapturedTarget
-from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.graphs.captured import CapturedTarget
+from medusa_heads.target.graphs.compiled import CompiledTarget
+from medusa_heads.target.graphs.static_cache import StaticRecurrentCache, StaticRowCache
 from medusa_heads.target.recurrent import time_steps_of_one_token
-from medusa_heads.target.static_cache import StaticRecurrentCache, StaticRowCache
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.dynamic_tree import likeliest
 

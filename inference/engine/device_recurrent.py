@@ -28,8 +28,8 @@ from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.device_state import DeviceState, fixed_zeros
 from medusa_heads.inference.engine.rows import Ends
 from medusa_heads.inference.engine.state import DecodingState
-from medusa_heads.target.compiled import CompiledTarget
-from medusa_heads.target.static_cache import StaticRecurrentCache, explicit_inputs
+from medusa_heads.target.graphs.compiled import CompiledTarget
+from medusa_heads.target.graphs.static_cache import StaticRecurrentCache, explicit_inputs
 from medusa_heads.trees.tree import TokenTree, chain_shape
 
 _COMPARED = 2  # steps of a graph: whether it puts states back, and whether it holds them

@@ -20,8 +20,8 @@ from medusa_heads.inference.engine.noise import NO_TOKEN, NoiseOnDevice
 from medusa_heads.inference.engine.rows import Ends
 from medusa_heads.inference.engine.state import DecodingState, padded_mask
 from medusa_heads.target.attention import TreeMask
-from medusa_heads.target.compiled import CompiledTarget
-from medusa_heads.target.static_cache import StaticRecurrentCache, StaticRowCache
+from medusa_heads.target.graphs.compiled import CompiledTarget
+from medusa_heads.target.graphs.static_cache import StaticRecurrentCache, StaticRowCache
 from medusa_heads.trees.tree import TokenTree
 
 if TYPE_CHECKING:  # which read the state

@@ -29,7 +29,7 @@ from medusa_heads.inference.engine.decoding import take_step
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
-from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.graphs.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 
 

@@ -27,15 +27,15 @@ from medusa_heads.inference.engine.running import RunningBatch
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.inference.models.compiling import (
     Compile,
-    Unrecorded,
+    Views,
     check_compile,
     check_one_device,
     compiled_target,
     usual_target,
 )
 from medusa_heads.inference.models.late_compiling import LateCompiling
-from medusa_heads.target.captured import CapturedTarget, as_it_is
-from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.graphs.captured import CapturedTarget, as_it_is
+from medusa_heads.target.graphs.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 
 if TYPE_CHECKING:  # heavy to import
@@ -68,8 +68,8 @@ class AssistedModel(ABC):
             `"transformers"`, the random stream of generate(), by which it is the text of that.
         compile: run the target through torch.compile. The first text takes longer. `"auto"`
             compiles in the middle of the text in which it has come to pay, if ever. `"steps"`
-            compiles whole steps where it can be done. `"capture"` records them as CUDA graphs
-            instead, without a compiler, and is what happens by default on a GPU. `"kernels"`
+            compiles whole steps where it can be done. `"capture"` records them as CUDA graphs, or
+            scripts forwards on a CPU, without a compiler: by default where it pays. `"kernels"`
             compiles small operations alone for that.
         compile_backend: of torch.compile.
 
@@ -109,7 +109,7 @@ class AssistedModel(ABC):
         self._chosen = compile is None
         check_one_device(self.target)
         self._lock = self.target.lock if isinstance(self.target, CompiledTarget) else Lock()
-        self._unrecorded = Unrecorded(self._chosen)
+        self._views = Views(self._chosen)
         self._chain_only = capability(self.target) != "tree"
         self.acceptance, self.rng = acceptance, rng
         self.acceptance_settings = dict(acceptance_settings or {})
@@ -121,6 +121,7 @@ class AssistedModel(ABC):
         _check_options(compile=word, deterministic=wanted)
         self.deterministic = wanted
         if wanted:  # without what a clock decides about: kernels of recordings, packed matrices
+            self._views = Views(may=False)
             target = as_it_is(self.target) if self._chosen else self.target
             self.target = target.without_packed()
 
@@ -217,8 +218,8 @@ class AssistedModel(ABC):
         with self._lock:
             self.last_stats = GenerationStats()
             drafter = self._drafter_for(self.target) if self.deterministic else self.drafter
-            text = self.target, drafter, len(input_ids), generation_config
-            with self._unrecorded.view(*text, self._drafter_for) as (target, drafter):
+            text = self.target, drafter, len(input_ids), generation_config, self.last_stats
+            with self._views.of_text(*text, self._drafter_for) as (target, drafter):
                 return decode(
                     target,
                     drafter,

@@ -11,8 +11,11 @@ from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.merged import MergedTrees
 from medusa_heads.inference.engine.capability import capability
-from medusa_heads.target.captured import CapturedTarget, as_it_is, captures
-from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.inference.engine.stats import GenerationStats
+from medusa_heads.inference.models.scripting import Scripting, decoding
+from medusa_heads.target.graphs.captured import CapturedTarget, as_it_is, captures
+from medusa_heads.target.graphs.compiled import CompiledTarget
+from medusa_heads.target.graphs.scripted import ScriptedTarget, scripts
 from medusa_heads.target.target import TargetModel
 
 Compile: TypeAlias = bool | Literal["auto", "steps", "capture", "kernels"]
@@ -73,6 +76,8 @@ def compiled_target(
     if compile not in _RECORDED:
         # One graph over a cache of fixed size, replayed as a CUDA graph on a GPU.
         return CompiledTarget(target.model, backend, target.features, compile == "steps")
+    if not captures(target) and compile == "capture" and scripts(target):
+        return ScriptedTarget(target.model, target.features)
     if not captures(target):
         raise ValueError(
             f"compile={compile!r} records steps of a target that lies as it is on one NVIDIA GPU, "
@@ -82,37 +87,41 @@ def compiled_target(
     return CapturedTarget(target.model, target.features, parts)
 
 
-class Unrecorded:
-    """Texts that are decoded without recordings where others of the target are.
+class Views:
+    """How each text of a target is decoded where nobody says: recorded or with scripts where that
+    can be done and pays, and else as the target is. Where scripts are asked for: where it can be.
 
     Args:
-        may: whether nobody has asked for recordings of all texts.
+        may: whether nobody has said.
     """
 
     def __init__(self, may: bool) -> None:
         self._may = may
-        self._target: TargetModel | None = None  # once it is needed
+        self._target: TargetModel | None = None  # without recordings, once it is needed
         self._drafters: WeakKeyDictionary[Drafter, Drafter] = WeakKeyDictionary()
+        self._scripting = Scripting()
 
     @contextmanager
-    def view(
+    def of_text(
         self,
         target: TargetModel,
         drafter: Drafter,
         batch_size: int,
         config: Any,
+        stats: GenerationStats,
         make_drafter: Callable[[TargetModel], Drafter],
     ) -> Iterator[tuple[TargetModel, Drafter]]:
         """For the block that decodes a text of so many rows, of generate()'s configuration: the
         target as it does, and what drafts for it, perhaps what is made for a view of the target."""
-        if not isinstance(target, CapturedTarget) or not self._may:
+        slots = int(config.max_length or 0) + drafter.num_nodes
+        if not self._may and not isinstance(target, ScriptedTarget):
             yield target, drafter
-        elif target.serves(batch_size, int(config.max_length or 0) + drafter.num_nodes):
-            target.is_decoding = True
-            try:
+        elif not isinstance(target, CapturedTarget):
+            with self._scripting.of_text(target, batch_size, slots, stats) as view:
+                yield view, drafter
+        elif target.serves(batch_size, slots):
+            with decoding(target):
                 yield target, drafter
-            finally:
-                target.is_decoding = False
         else:
             self._target = self._target or as_it_is(target)
             # Trees that are merged by tensors alone are for steps that are taken whole.

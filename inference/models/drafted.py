@@ -18,8 +18,7 @@ from medusa_heads.inference.drafters.model.vocabulary import ForeignDraft, fitte
 from medusa_heads.inference.models.assisted import AssistedModel, EngineOptions
 from medusa_heads.inference.models.named_target import load_target, named_target
 from medusa_heads.inference.plan.draft import draft_plan
-from medusa_heads.target.captured import as_it_is
-from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.graphs.captured import as_it_is
 from medusa_heads.target.target import TargetModel
 
 if TYPE_CHECKING:  # heavy to import
@@ -90,7 +89,7 @@ class DraftedModel(AssistedModel):
         Raises:
             ValueError: an unknown form, or more nodes than a draft model will offer.
         """
-        compiled = isinstance(self.target, CompiledTarget)
+        compiled = self.target.one_shape
         self._plan = draft_plan(tree, depth, chain_only=self._chain_only, one_size=compiled)
         self.drafter, self.tree = self._drafter_for(self.target), self._plan.tree
 

@@ -13,6 +13,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from statistics import median
 
+import torch
+
 from medusa_heads.errors import MedusaWarning, UnsupportedArchitecture, first_line
 from medusa_heads.inference.adapt.measure import target_facts
 from medusa_heads.inference.adapt.step_bench import RandomChain, StepBench
@@ -22,7 +24,7 @@ from medusa_heads.inference.engine.decoding import Exchange
 from medusa_heads.inference.engine.recurrent import graph_sizes
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.machine import Measurements, as_seconds
-from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.graphs.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 
 _SECONDS, _SAVED = 30.0, 0.25  # what is taken for granted of a target that was never compiled here
@@ -105,11 +107,11 @@ class LateCompiling:
         chain = RandomChain(drafter.num_nodes - 1, compiled.vocab_size)
         context = max(state.lengths)
         state.cache.set_length(context)
-        benches = [
-            StepBench(view, context, len(state.rows), (state.cache, slots))
-            for view in (compiled, self._target)
-        ]
         try:
+            benches = [
+                StepBench(view, context, len(state.rows), (state.cache, slots))
+                for view in (compiled, self._target)
+            ]
             seconds = benches[0].time(chain).step
             if not state.cache.can_go_back:  # what a tree has in front of it is another graph
                 longest = graph_sizes(drafter, len(state.rows))[-1]
@@ -117,8 +119,10 @@ class LateCompiling:
         except (RuntimeError, UnsupportedArchitecture) as error:
             from torch._dynamo.exc import TorchDynamoException  # heavy to import
 
-            # There may be no compiler here, or one that gives up. Other mistakes are ours.
-            if not isinstance(error, (TorchDynamoException, UnsupportedArchitecture)):
+            # There may be no compiler here, or one that gives up, or too little memory for a second
+            # cache. Other mistakes are ours.
+            usual = TorchDynamoException, UnsupportedArchitecture, torch.OutOfMemoryError
+            if not isinstance(error, usual):
                 raise
             self.saved = -math.inf
             reason = f"decoding goes on without torch.compile, which failed: {first_line(error)}"

@@ -28,8 +28,8 @@ from medusa_heads.inference.plan.adaptive import (
     takes_whole_steps,
 )
 from medusa_heads.inference.plan.trees import SUFFIX_TOKENS
-from medusa_heads.target.captured import as_it_is
-from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.graphs.captured import as_it_is
+from medusa_heads.target.graphs.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 
 if TYPE_CHECKING:  # heavy to import
@@ -180,7 +180,7 @@ class TrainingFreeModel(AssistedModel):
         pool = lookahead.NgramPool()
         drafts = blend([lookahead.NgramSource(pool)], text=self._suffix, clock=clock)
         # Compiled, the window stays: steps without one would be another graph.
-        always = self.deterministic or isinstance(target, CompiledTarget)
+        always = self.deterministic or target.one_shape
         return lookahead.LookaheadDrafter(drafts, pool, clock, always=always)
 
     def _find_stack(self, kept: int | None) -> None:

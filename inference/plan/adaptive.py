@@ -25,8 +25,8 @@ from medusa_heads.inference.drafters.text import TextSource
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
 from medusa_heads.inference.plan.tree_size import best_tree, read_as
 from medusa_heads.inference.plan.trees import TreeSpec, make_drafter, parse_tree, read_shape
-from medusa_heads.target.captured import CapturedTarget
-from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.graphs.captured import CapturedTarget
+from medusa_heads.target.graphs.compiled import CompiledTarget
 from medusa_heads.target.recurrent import is_recurrent
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.statistics import HeadStatistics, prior_statistics
@@ -97,7 +97,7 @@ def blended(
             makes the same steps. It learns while it drafts, so that every text needs a new one.
         nodes: how many these are; by default a number that usually pays.
     """
-    compiled, lessons = isinstance(target, CompiledTarget), None
+    compiled, lessons = target.one_shape, None
     if deterministic:
         clock, sizes = Clock.flat(), [nodes or min(_UNVARYING, room(target) - 1)]
     else:
@@ -223,7 +223,7 @@ def heads_drafter(
         guessing = DynamicDrafter(heads, 1, temperatures=statistics.temperatures)
         return tree, merged_trees(target, heads=guessing, recycles=False, nodes=nodes)
     sources = [TreeSource(drafter, statistics)]
-    if deterministic or isinstance(target, CompiledTarget):
+    if deterministic or target.one_shape:
         return tree, blend(sources, deterministic=True, nodes=nodes)
     return tree, BlendedDrafter(
         Clock.flat(), range(nodes + 1), text=TextSource(nodes, corpus), sources=sources, always=True

@@ -29,7 +29,14 @@ from medusa_heads.checkpoint.files import (
 )
 from medusa_heads.checkpoint.tensor_file import mapped_tensors, read_tensors, write_tensors
 from medusa_heads.config import HeadsConfig
-from medusa_heads.contents import SIDECAR_FILE, foreign_model, instead_of_heads
+from medusa_heads.contents import (
+    DRAFT_FILE,
+    SIDECAR_FILE,
+    foreign_model,
+    instead_of_heads,
+    is_draft,
+    is_heads,
+)
 from medusa_heads.heads import KINDS
 from medusa_heads.masking import masked
 from medusa_heads.target.fingerprint import file_sha256
@@ -67,7 +74,8 @@ def write_stored(
     """Write a checkpoint folder, beside its place first and then renamed, file by file. Raises
     ValueError: the tensors are not those of such heads, or a model lies in the folder."""
     _check_shapes(stored.tensors, stored.config, WEIGHTS_FILE)
-    if (model := foreign_model(folder)) is not None:
+    model = None if is_heads(folder) else DRAFT_FILE if is_draft(folder) else foreign_model(folder)
+    if model is not None:
         raise ValueError(f"{str(folder)!r} holds a model ({model}): name another folder for heads")
     folder = Path(folder)
     # The sidecar comes last: it holds the weights' checksum, and so vouches for them.

@@ -7,6 +7,7 @@ seconds, where a compiler that is given the whole takes half a minute.
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -93,6 +94,118 @@ class Program:
                 for place, node in enumerate(part.results):
                     found[node] = graph.call_function(operator.getitem, (call, place))
         return Program(graph, self._given, self)
+
+    def graph(self) -> Any:
+        """The same as torch's interpreter knows it, and what it is given, of which other tensors
+        may take the places. Does it once more. Raises RuntimeError: it does not know an
+        operation."""
+        program = fx.Interpreter(nn.Module(), graph=self._graph)
+        names = [f"given_{place}" for place in range(len(self._given))]
+        # As torch.jit.trace does, which keeps each function that it makes for good.
+        graph = torch._C._create_graph_by_tracing(
+            lambda *given: tuple(program.run(*given)),
+            tuple(self._given),
+            *(lambda _: "", True, False, None, names),
+        )[0]
+        torch._C._jit_pass_erase_shape_information(graph)
+        # Numbered one by one, as graphs of other sizes are.
+        return torch._C._jit_pass_canonicalize(graph), list(self._given)
+
+
+class Script:
+    """What a function does, as operations that torch's interpreter calls one by one, not Python's.
+
+    Args:
+        program: the function's, which is done once more.
+        given: those of the program's tensors that are others at each call.
+        size: of what is given.
+
+    Attributes:
+        size: the one that it serves; None for all.
+
+    Raises:
+        RuntimeError: the interpreter does not know an operation.
+    """
+
+    def __init__(self, program: Program, given: Sequence[Tensor], size: int) -> None:
+        self._graph, self._inputs = program.graph()
+        self._places = [[i for i, each in enumerate(self._inputs) if each is one] for one in given]
+        self.size: int | None = size
+        self._make(self._graph.copy())
+
+    def _make(self, graph: Any) -> None:
+        self._function = torch._C._create_function_from_graph("script", graph)
+
+    def with_other(self, other: Script) -> Script:
+        """The same for all sizes, as far as another one of the same function, for another size,
+        says how. Raises RuntimeError: it does not."""
+        assert self.size is not None and other.size is not None
+        pairs = enumerate(zip(self._inputs, other._inputs, strict=False))
+        differs = {place for place, (one, another) in pairs if one is not another}
+        known = {place for where in self._places for place in where}
+        if self._places != other._places or not differs <= known:
+            raise RuntimeError("it reads other memory where it is given more")
+        made, graph = copy.copy(self), self._graph.copy()
+        _let_grow(graph, self.size, other._graph, other.size)
+        made.size = None
+        made._make(graph)
+        return made
+
+    def __call__(self, given: Sequence[Tensor], size: int) -> list[Tensor]:
+        """What the function returns of these in place of what was given, of this size."""
+        inputs = self._inputs
+        for where, each in zip(self._places, given, strict=True):
+            for place in where:
+                inputs[place] = each
+        # As they are: nothing is fused, and so nothing rounded in another way.
+        before = torch._C._get_graph_executor_optimize()
+        torch._C._set_graph_executor_optimize(False)
+        try:
+            numbers = (size,) if self.size is None else ()
+            return list(self._function(*inputs, *numbers))
+        finally:
+            torch._C._set_graph_executor_optimize(before)
+
+
+def _let_grow(graph: Any, size: int, other: Any, other_size: int) -> None:
+    """Make the numbers in a graph that differ from those in the graph of another size what they are
+    for whatever size a further input says. Raises RuntimeError: more differs."""
+    nodes, others = list(graph.nodes()), list(other.nodes())
+    numbers = []
+    for node, like in zip(nodes, others, strict=False):
+        if _said(node) != _said(like):
+            if not _is_number(node) or not _is_number(like):
+                raise RuntimeError("it does something else where it is given more")
+            numbers.append((node, node.i("value"), like.i("value")))
+    if len(nodes) != len(others):
+        raise RuntimeError("it does something else where it is given more")
+    number = graph.addInput("size")
+    number.setType(torch._C.IntType.get())
+    growing: dict[tuple[int, int], Any] = {(1, 0): number}
+    graph.setInsertPoint(nodes[0])
+    for node, here, there in numbers:
+        slope, rest = divmod(here - there, size - other_size)
+        offset = here - slope * size
+        if rest:
+            raise RuntimeError("a number does not grow with the size")
+        if (slope, offset) not in growing:
+            value = number
+            for operation, by in (("aten::mul", slope), ("aten::add", offset)):
+                made = graph.create(operation, [value, graph.insertConstant(by)])
+                made.output().setType(torch._C.IntType.get())
+                value = graph.insertNode(made).output()
+            growing[slope, offset] = value
+        node.output().replaceAllUsesWith(growing[slope, offset])
+
+
+def _said(node: Any) -> str:
+    return str(node).partition("#")[0]  # without the line of Python that it comes from
+
+
+def _is_number(node: Any) -> bool:
+    return bool(node.kind() == "prim::Constant" and "value" in node.attributeNames()) and (
+        node.kindOf("value") == "i"
+    )
 
 
 def traced(function: Callable[[], Any]) -> Program:

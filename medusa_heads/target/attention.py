@@ -39,6 +39,7 @@ _COMPILED, _COUNTING = [0], Lock()  # forwards of that kind, in all threads
 # Where such forwards run uncompiled, what is made once of each mask, with the mask itself.
 _KEPT: ContextVar[dict[Any, tuple[Tensor, Tensor]] | None] = ContextVar("kept", default=None)
 LARGE = 1 << 19  # numbers in a layer's keys and values: to read all of fewer takes no longer
+MANY = 512  # slots
 _MASKS_KEPT = 4  # of a forward: more than models have kinds of layers
 _OF_OTHER_KERNELS = ("position_bias", "cache", "softcap", "s_aux")
 
@@ -208,8 +209,10 @@ def _in_graph(query_BHNX: Tensor, key_BGSX: Tensor, mask: Tensor | None) -> bool
 
 
 def _reads_part(key_BGSX: Tensor, value_BGSY: Tensor) -> bool:
-    """Whether this is a large cache on a CPU."""
-    return key_BGSX.device.type == "cpu" and key_BGSX.numel() + value_BGSY.numel() >= LARGE
+    """Whether this is a large cache on a CPU; or one of many slots where all that is done is noted,
+    whose texts may stay much shorter."""
+    large = key_BGSX.numel() + value_BGSY.numel() >= LARGE
+    return key_BGSX.device.type == "cpu" and (large or (is_recorded() and key_BGSX.shape[2] > MANY))
 
 
 def _for_groups(mask: Tensor | None, groups: int) -> Tensor | None:
@@ -268,3 +271,8 @@ def reads_tree() -> bool:
     if torch.compiler.is_compiling():
         return _TRACED[0]
     return _ACTIVE.get() is not None or _KEPT.get() is not None
+
+
+def is_recorded() -> bool:
+    """Whether what a forward does is noted, to be done again by other means than a compiler's."""
+    return not torch.compiler.is_compiling() and _KEPT.get() is not None

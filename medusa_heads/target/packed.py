@@ -32,7 +32,7 @@ from medusa_heads.machine import (
 )
 from medusa_heads.machine.devices import free_memory
 from medusa_heads.machine.kernels import operator
-from medusa_heads.target.attention import reads_tree
+from medusa_heads.target.attention import is_recorded, reads_tree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -98,7 +98,8 @@ class _Packed:
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., O), as the layer's own forward, which any thread may ask for."""
         layer = self._own()
-        if torch.compiler.is_compiling():  # no graph knows how a packed matrix lies
+        if torch.compiler.is_compiling() or is_recorded():
+            # No graph knows how a packed matrix lies, nor whether another one was packed since.
             ours = reads_tree() and not torch.is_grad_enabled()
             product: Tensor = (_in_graphs if ours else linear)(x, layer.weight, layer.bias)
             return product
@@ -183,6 +184,12 @@ class PackedMatrices:
     def held_bytes(self) -> int:
         """What they take besides the model's own."""
         return sum(layer.weight.nbytes for layer in self._packed)
+
+    def look(self, rows: int) -> None:
+        """See that what so many rows are multiplied by is packed from the weights of this text."""
+        if rows in ROWS and not self._looked:
+            with self.instead(rows):
+                pass
 
     @contextmanager
     def instead(self, rows: int) -> Iterator[None]:

@@ -48,6 +48,7 @@ class TargetModel(HiddenReader):
         packs: whether it reads few tokens by packed matrices, on a CPU that is faster so.
         looks: whether the last read was the first of its shape in a text that is compiled, which
             took longer than others: what its graph was made for was looked at.
+        one_shape: whether trees of another size take long to make ready for.
 
     Raises:
         ValueError: the model has no lm_head, or its peft adapter adds prompt tokens.
@@ -55,6 +56,7 @@ class TargetModel(HiddenReader):
 
     packs = True
     looks = False
+    one_shape = False
 
     def __init__(self, model: PreTrainedModel) -> None:
         model = without_adapter_wrapper(model)

@@ -31,8 +31,8 @@ from medusa_heads.inference.bench.prompts import held_out_prompts
 from medusa_heads.inference.engine.state import padded_mask
 from medusa_heads.inference.models.named_target import named_target
 from medusa_heads.machine import describe_machine, find_device
-from medusa_heads.target import captured
-from medusa_heads.target.captured import CapturedTarget
+from medusa_heads.target.graphs import captured
+from medusa_heads.target.graphs.captured import CapturedTarget
 from medusa_heads.trees.tree import TreeShape
 from scripts.grown.model import grown_medusa
 from scripts.measure.written import write_report

@@ -1,9 +1,11 @@
-"""A target's forward of few tokens, by its own matrices and by packed ones, in turns.
+"""A target's forward of few tokens, by its own matrices and by packed ones, and as a script, in
+turns.
 
 python -m scripts.measure.packed
 python -m scripts.measure.packed --target TARGET --threads 2 --dtype bfloat16
 
-Medians of the rounds. Large matrices are packed whether that pays on this machine or not.
+Medians of the rounds. Large matrices are packed whether that pays on this machine or not; for
+scripts, which choose among few tokens as well, where it does.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ def measure(arguments: Arguments) -> None:
     from transformers import DynamicCache
 
     from medusa_heads import TargetModel
+    from medusa_heads.inference.adapt.step_bench import RandomChain, StepBench
     from medusa_heads.machine import Shape, packed_gain
+    from medusa_heads.target.graphs.scripted import ScriptedTarget
     from medusa_heads.target.packed import PackedMatrices
 
     torch.set_num_threads(arguments.threads)
@@ -50,9 +54,11 @@ def measure(arguments: Arguments) -> None:
     target = TargetModel.from_pretrained(arguments.target, dtype=dtype, device="cpu")
     matrices, model = PackedMatrices(target.model, measured=False), target.model
     cache: Any = DynamicCache(config=model.config)
-    seconds: dict[tuple[int, bool], list[float]] = {}
+    seconds: dict[tuple[int, bool | str], list[float]] = {}
+    scripted, slots = ScriptedTarget(model), arguments.context + max(TOKENS)
     with torch.inference_mode():
         model(torch.randint(target.vocab_size, (1, arguments.context)), past_key_values=cache)
+        bench = StepBench(scripted, arguments.context, 1, (cache, slots))
         for number in range(_WARM_UP + arguments.rounds):
             for tokens in TOKENS:
                 ids_1T = torch.randint(target.vocab_size, (1, tokens))
@@ -64,18 +70,27 @@ def measure(arguments: Arguments) -> None:
                     cache.crop(-tokens)
                     if number >= _WARM_UP:
                         seconds.setdefault((tokens, is_packed), []).append(taken)
+                chain = RandomChain(tokens - 1, target.vocab_size)
+                with scripted.capture_hidden():
+                    steps = [bench.time(chain).step for _ in range(2)]
+                if number >= _WARM_UP:
+                    seconds.setdefault((tokens, "script"), []).append(steps[-1])
     one = median(seconds[1, False])
     shape = Shape.of(target.config)
     for outputs in (shape.intermediate, shape.vocab):
         gain = packed_gain(dtype, outputs, shape.hidden)
         print(f"{outputs} x {shape.hidden}: packed {gain:.2f} times as fast, as measured")
     table = Table(title=f"Forwards, {arguments.dtype}, threads: {arguments.threads}")
-    for column in ("tokens", "milliseconds", "packed", "over its own", "over one token's"):
+    names = ("tokens", "milliseconds", "packed", "over its own", "over one token's")
+    for column in (*names, "a step by a script"):
         table.add_column(column, justify="right")
     for tokens in TOKENS:
-        own, other = (median(seconds[tokens, is_packed]) for is_packed in (False, True))
+        own, other, script = (median(seconds[tokens, how]) for how in (False, True, "script"))
         shares = (f"{other / own:.2f}", f"{own / one:.2f}, {other / one:.2f}")
-        table.add_row(str(tokens), f"{1e3 * own:.2f}", f"{1e3 * other:.2f}", *shares)
+        table.add_row(
+            *(str(tokens), f"{1e3 * own:.2f}", f"{1e3 * other:.2f}", *shares),
+            f"{1e3 * script:.2f}",
+        )
     Console().print(table)
 
 

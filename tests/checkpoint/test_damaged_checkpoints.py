@@ -18,6 +18,7 @@ from medusa_heads.checkpoint.checkpoint import load_heads, save_heads
 from medusa_heads.checkpoint.stored_heads import SIDECAR_FILE, WEIGHTS_FILE
 from medusa_heads.checkpoint.tensor_file import mapped_tensors
 from medusa_heads.config import HeadsConfig
+from medusa_heads.contents import DRAFT_FILE
 from medusa_heads.heads import DraftHeads, new_heads
 from medusa_heads.inference.models.medusa import MedusaModel
 from medusa_heads.interop.source import open_source
@@ -49,13 +50,30 @@ def test_sizes_beyond_reason(tiny_llama: TinyLlama, tmp_path: Path, size: str, v
         load_heads(tmp_path, target)
 
 
-def test_heads_are_not_written_over_a_model(tiny_llama: TinyLlama, tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", [None, DRAFT_FILE])
+def test_heads_are_not_written_over_a_model(
+    tiny_llama: TinyLlama, tmp_path: Path, beside: str | None
+) -> None:
     target = TargetModel(tiny_llama())
     target.model.save_pretrained(tmp_path)
+    if beside is not None:
+        (tmp_path / beside).write_text("{}")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(ValueError, match=r"holds a model \(config.json\): name another folder"):
+    named = beside or "config.json"
+    with pytest.raises(ValueError, match=rf"holds a model \({named}\): name another folder"):
         save_heads(tmp_path, new_heads(target, HeadsConfig(num_heads=1)), target)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_heads_with_a_damaged_configuration_are_written_anew(
+    tiny_llama: TinyLlama, tmp_path: Path
+) -> None:
+    target = TargetModel(tiny_llama())
+    heads = new_heads(target, HeadsConfig(num_heads=1))
+    save_heads(tmp_path, heads, target)
+    (tmp_path / "config.json").write_text("{")
+    save_heads(tmp_path, heads, target)
+    assert json.loads((tmp_path / "config.json").read_text())
 
 
 @pytest.mark.parametrize("size", [2**63, 2**64 - 1])

@@ -17,7 +17,7 @@ from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.models.training_free import TrainingFreeModel
 from medusa_heads.machine.attention import seen_words
 from medusa_heads.machine.graphs import NotingBackend, look, noted
-from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.graphs.compiled import CompiledTarget
 from tests.conftest import TinyLlama
 from tests.inference.on_device import with_heads
 from tests.inference.recurrent import prompt, tiny_target, written

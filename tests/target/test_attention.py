@@ -13,7 +13,7 @@ from transformers import LlamaConfig, MistralConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from medusa_heads.target.attention import TreeMask, additive, tree_attention
-from medusa_heads.target.static_cache import explicit_masks
+from medusa_heads.target.graphs.static_cache import explicit_masks
 
 # Within it, what is made without a word on where lies on another device than the tests' tensors.
 ELSEWHERE = torch.device("meta")

@@ -14,7 +14,7 @@ from transformers import StoppingCriteriaList
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
-from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.graphs.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import chain_shape
 from tests.conftest import TinyLlama

@@ -18,7 +18,7 @@ from medusa_heads import HeadsConfig, MedusaModel, new_heads
 from medusa_heads.machine import kernels
 from medusa_heads.machine.kernels import has_packed_products
 from medusa_heads.target import packed as module
-from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.graphs.compiled import CompiledTarget
 from medusa_heads.target.packed import ROWS
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from medusa_heads.machine.programs import traced
 from medusa_heads.target.cache import RowCache
-from medusa_heads.target.static_cache import StaticRowCache
+from medusa_heads.target.graphs.static_cache import StaticRowCache
 from tests.allocations import Allocations
 from tests.target.test_cache import config, fill, held
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads.target.attention import TreeMask
-from medusa_heads.target.static_cache import StaticRowCache, explicit_inputs
+from medusa_heads.target.graphs.static_cache import StaticRowCache, explicit_inputs
 from medusa_heads.target.target import TargetModel
 
 if TYPE_CHECKING:

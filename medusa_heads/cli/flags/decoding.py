@@ -98,7 +98,9 @@ class DecodingArguments(DraftingArguments):
     compile_kernels: bool = flag(
         False, "On a GPU, compile small operations alone and record steps: within half a minute."
     )
-    capture: bool = flag(True, "On a GPU, record steps as CUDA graphs where nothing is compiled.")
+    capture: bool = flag(
+        True, "Where nothing is compiled: on a GPU record steps, on a CPU script forwards."
+    )
     max_new_tokens: int = flag(128, "Most tokens that are generated.")
     do_sample: bool = flag(False, "Sample; so do temperature, top_k, top_p, min_p and typical_p.")
     temperature: float | None = flag(None, "Sampling temperature.")

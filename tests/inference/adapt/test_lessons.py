@@ -18,7 +18,7 @@ from medusa_heads.inference.adapt.lessons import Lessons
 from medusa_heads.inference.models.training_free import TrainingFreeModel
 from medusa_heads.inference.plan import adaptive
 from medusa_heads.machine import Measurements, measurements
-from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.graphs.compiled import CompiledTarget
 from tests.conftest import TinyLlama
 
 PRIORS = [0.5, 0.5]

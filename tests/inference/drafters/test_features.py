@@ -13,7 +13,7 @@ from torch import Tensor
 
 from medusa_heads import MedusaModel, TargetModel, TrainingFreeModel
 from medusa_heads.inference.models.assisted import AssistedModel
-from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.graphs.compiled import CompiledTarget
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.planted import BUSHY
 from tests.inference.recurrent import CHAIN, short_target

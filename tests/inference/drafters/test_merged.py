@@ -20,7 +20,7 @@ from medusa_heads.inference.drafters.merged import MergedTrees, merged
 from medusa_heads.inference.engine import reading
 from medusa_heads.inference.lookup.suffix_automaton import SuffixAutomaton
 from medusa_heads.inference.models.training_free import TrainingFreeModel
-from medusa_heads.target.captured import CapturedTarget
+from medusa_heads.target.graphs.captured import CapturedTarget
 from medusa_heads.trees.dynamic_tree import NEVER, Tail, best_first_tree
 from medusa_heads.trees.tree import TokenTree
 from tests import replayed

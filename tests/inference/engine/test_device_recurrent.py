@@ -15,9 +15,9 @@ from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.merged import MergedTrees
 from medusa_heads.inference.engine import reading
 from medusa_heads.inference.engine.device_recurrent import RecurrentDeviceState
-from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.graphs.compiled import CompiledTarget
+from medusa_heads.target.graphs.static_cache import StaticRecurrentCache
 from medusa_heads.target.recurrent import RecurrentCache
-from medusa_heads.target.static_cache import StaticRecurrentCache
 from scripts.measure.host_waits import graphs_of, per_step, prompts
 from tests.inference.on_device import HERE, LATE, SAMPLING, PlantedOnDevice, text
 from tests.inference.padded import padded

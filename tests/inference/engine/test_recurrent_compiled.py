@@ -13,9 +13,9 @@ from medusa_heads import HeadsConfig, MedusaModel, TrainingFreeModel, new_heads
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.engine.capability import check_batch
 from medusa_heads.inference.engine.recurrent import RecurrentState, graph_sizes
-from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.graphs.compiled import CompiledTarget
+from medusa_heads.target.graphs.static_cache import StaticRecurrentCache
 from medusa_heads.target.recurrent import RecurrentCache
-from medusa_heads.target.static_cache import StaticRecurrentCache
 from tests.inference.padded import padded
 from tests.inference.planted import PlantedDrafter
 from tests.inference.recurrent import IN_GRAPHS, planted, prompt, short_target, tiny_target, written

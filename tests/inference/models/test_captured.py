@@ -20,9 +20,9 @@ from medusa_heads.inference.models.drafted import DraftedModel
 from medusa_heads.inference.models.hub_form import _HeldWeakly
 from medusa_heads.inference.models.training_free import TrainingFreeModel
 from medusa_heads.machine.recording import Recording
-from medusa_heads.target import captured
-from medusa_heads.target.captured import CapturedTarget
-from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.graphs import captured
+from medusa_heads.target.graphs.captured import CapturedTarget
+from medusa_heads.target.graphs.compiled import CompiledTarget
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.on_device import NEW, SAMPLING
 from tests.inference.padded import padded
@@ -294,4 +294,4 @@ def test_who_chooses(model: Any, tiny_llama: TinyLlama, monkeypatch: pytest.Monk
     monkeypatch.setattr(compiling, "captures", lambda _: False)
     assert type(MedusaModel(model, heads).target) is TargetModel
     with pytest.raises(ValueError, match="on one NVIDIA GPU"):
-        MedusaModel(model, heads, compile="capture")
+        MedusaModel(model, heads, compile="kernels")

@@ -80,5 +80,6 @@ def test_without_it_drafters_are_kept(
     for fresh in (False, True):
         drafted = TrainingFreeModel(model, "auto", deterministic=fresh)
         for _ in range(2):
-            drafted.decode(model, torch.tensor([[5]]), *[None] * 3)  # type: ignore[arg-type]
+            nothing: Any = None
+            drafted.decode(model, torch.tensor([[5]]), nothing, nothing, model.generation_config)
         assert (asked[-1] is asked[-2]) != fresh

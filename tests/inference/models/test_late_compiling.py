@@ -16,7 +16,7 @@ from medusa_heads.inference.models import late_compiling
 from medusa_heads.inference.models.drafted import DraftedModel
 from medusa_heads.inference.models.late_compiling import LateCompiling
 from medusa_heads.inference.models.training_free import TrainingFreeModel
-from medusa_heads.target.compiled import CompiledTarget
+from medusa_heads.target.graphs.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.padded import padded
@@ -201,6 +201,23 @@ def test_without_a_compiler_decoding_goes_on(
         for _ in range(2):
             assert drafted.generate(ids_BT, max_new_tokens=60).tolist() == expected_BT.tolist()
     assert sum("goes on without" in str(each.message) for each in said) == 1
+
+
+def test_without_memory_for_a_second_cache_decoding_goes_on(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no room for it\nTried to allocate")
+
+    model: Any = tiny_llama(vocab_size=24).to(DEVICE)
+    ids_BT = torch.tensor([[5, 6, 7]], device=DEVICE)
+    expected_BT: Any = model.generate(ids_BT, max_new_tokens=60)
+    drafted: Any = TrainingFreeModel(model, "auto", **LATE)
+    monkeypatch.setattr(CompiledTarget, "new_cache", full)
+    with pytest.warns(MedusaWarning, match="failed: no room for it$") as said:
+        for _ in range(2):
+            assert drafted.generate(ids_BT, max_new_tokens=60).tolist() == expected_BT.tolist()
+    assert len([each for each in said if "goes on without" in str(each.message)]) == 1
 
 
 @pytest.mark.parametrize("kept", [{"seconds": "soon", "share": 0.5}, {"seconds": 1.0}, {}])

@@ -16,7 +16,7 @@ from medusa_heads.inference.engine import reading
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.models.drafted import DraftedModel
 from medusa_heads.target.cache import RowCache
-from medusa_heads.target.static_cache import StaticRowCache
+from medusa_heads.target.graphs.static_cache import StaticRowCache
 from medusa_heads.trees.tree import TokenTree
 from scripts.measure.host_waits import counted, graphs_of
 from tests.conftest import DEVICE, TinyLlama

@@ -15,8 +15,8 @@ from medusa_heads.errors import MedusaWarning
 from medusa_heads.inference.engine import device_loop
 from medusa_heads.inference.models.drafted import DraftedModel
 from medusa_heads.inference.models.training_free import TrainingFreeModel
-from medusa_heads.target import captured
-from medusa_heads.target.captured import CapturedTarget
+from medusa_heads.target.graphs import captured
+from medusa_heads.target.graphs.captured import CapturedTarget
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.engine.test_device_loop import KINDS
 from tests.inference.on_device import NEW, SAMPLING, PlantedOnDevice, planted

@@ -133,6 +133,12 @@ class StaticRowCache(RowCache):
         # One buffer for each size of tree, for good: graphs know where it lies.
         self._nodes: dict[int, Tensor] = {}
 
+    def reset(self) -> None:
+        """Empty it, of what is no number too: that would get into what attends to all slots."""
+        super().reset()
+        for stack in self._stacks.stacks:
+            stack.zero_()
+
     @property
     def row_buffers(self) -> list[Tensor]:
         """Keys and values of all layers, as long as there is room for."""
@@ -241,6 +247,14 @@ def explicit_inputs(
         "past_key_values": cache,
         "use_cache": True,
     }
+
+
+def given_to(inputs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a forward is given anew each time."""
+    masks = inputs["attention_mask"]
+    masks = masks.values() if isinstance(masks, dict) else [masks]
+    distinct = {id(each): each for each in masks if each is not None}
+    return [inputs["input_ids"], inputs["position_ids"], *distinct.values()]
 
 
 def explicit_masks(config: Any, tree: TreeMask, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:

@@ -22,8 +22,8 @@ from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, new_heads
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
-from medusa_heads.target.compiled import CompiledTarget
-from medusa_heads.target.static_cache import StaticRowCache
+from medusa_heads.target.graphs.compiled import CompiledTarget
+from medusa_heads.target.graphs.static_cache import StaticRowCache
 from medusa_heads.trees.tree import TokenTree
 from tests.allocations import Allocations
 from tests.conftest import TinyLlama
@@ -219,7 +219,7 @@ def test_caches_are_used_again_while_the_others_weigh_little(
     # Layers, keys and values, heads, slots, width.
     assert first.held_bytes == 2 * 2 * 2 * 512 * 16 * 4
     assert target.new_cache(1, 12) is first  # the same capacity
-    monkeypatch.setattr("medusa_heads.target.compiled._BYTES_KEPT", 6 * first.held_bytes)
+    monkeypatch.setattr("medusa_heads.target.graphs.compiled._BYTES_KEPT", 6 * first.held_bytes)
     two, three = (filled(target, batch) for batch in (2, 3))
     large = filled(target, 8, 2000)  # beside 1, 2 and 3, which weigh 6 together
     assert filled(target, 2) is two  # and now the large one weighs too much
@@ -233,7 +233,7 @@ def test_caches_are_used_again_while_the_others_weigh_little(
 def test_caches_let_go_are_freed_before_the_next_is_made(
     tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("medusa_heads.target.compiled._BYTES_KEPT", 0)
+    monkeypatch.setattr("medusa_heads.target.graphs.compiled._BYTES_KEPT", 0)
     target = CompiledTarget(tiny_llama(), "eager")
     with Allocations() as allocations:
         one = filled(target, 1).held_bytes

@@ -25,9 +25,9 @@ from medusa_heads.machine.graphs import look
 from medusa_heads.machine.programs import Program, traced
 from medusa_heads.machine.recording import Recording, memory_pool, only_notes, records, standing
 from medusa_heads.target.attention import recorded_tree_attention
-from medusa_heads.target.compiled import CompiledTarget
 from medusa_heads.target.features import CapturedHere
-from medusa_heads.target.static_cache import StaticRecurrentCache, StaticRowCache
+from medusa_heads.target.graphs.compiled import CompiledTarget
+from medusa_heads.target.graphs.static_cache import StaticRecurrentCache, StaticRowCache
 from medusa_heads.target.target import TargetModel
 
 if TYPE_CHECKING:
@@ -101,14 +101,12 @@ class CapturedTarget(CompiledTarget):
     def serves(self, batch_size: int, slots: int) -> bool:
         """Whether texts of so many rows and slots are recorded as things are: nothing is done to
         the model that recordings leave out, and their cache takes half of the memory at most."""
-        if self.gave_up or not records(self.device) or torch.is_autocast_enabled(self.device.type):
-            return False
-        if self.is_decoding:  # a text, in the middle of which somebody asks for another
+        if self.gave_up or not self.is_there or torch.is_autocast_enabled(self.device.type):
             return False
         hooks = torch.nn.modules.module
-        if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
-            return False
-        if any(map(_has_hooks, self.model.modules())):
+        hooked = hooks._global_forward_hooks or hooks._global_forward_pre_hooks
+        # In the middle of a text somebody may ask for another.
+        if hooked or self.is_decoding or any(map(_has_hooks, self.model.modules())):
             return False
         capacity, of_slot = self.capacity(slots), _slot_bytes.get(self.model)
         kind = batch_size, capacity, self.dtype, self.device
@@ -152,7 +150,11 @@ class CapturedTarget(CompiledTarget):
     def compiles(self) -> bool:
         """False within `uncompiled`, where a forward could not be recorded, and where the model has
         been moved off a GPU."""
-        return super().compiles and not self.gave_up and records(self.device)
+        return super().compiles and not self.gave_up and self.is_there
+
+    @property
+    def is_there(self) -> bool:
+        return records(self.device)  # which it may have left
 
     def begin_step(self) -> None:
         """Nothing: what recordings return is used up before the next step."""
@@ -206,8 +208,7 @@ class CapturedTarget(CompiledTarget):
     def recording(self, function: Callable[[], Any]) -> Recording | None:
         """Of a function that has been called; None where it cannot be recorded, which a warning
         says."""
-        self._pool = self._pool or memory_pool()
-        self.lacked_memory = False
+        self._pool, self.lacked_memory = self._pool or memory_pool(), False
         try:
             made = Recording(function, self.device, self._pool)
         except Exception as error:

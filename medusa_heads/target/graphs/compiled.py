@@ -25,13 +25,14 @@ from medusa_heads.machine.graphs import NotingBackend, look, no_graph, noted, no
 from medusa_heads.target.attention import TreeMask, compiled_tree_attention
 from medusa_heads.target.cache import RowCache
 from medusa_heads.target.features import Captured, Read, check_layers, watch
-from medusa_heads.target.recurrent import is_recurrent
-from medusa_heads.target.scans import has_scans
-from medusa_heads.target.static_cache import (
+from medusa_heads.target.graphs.static_cache import (
     StaticRecurrentCache,
     StaticRowCache,
     explicit_inputs,
+    given_to,
 )
+from medusa_heads.target.recurrent import is_recurrent
+from medusa_heads.target.scans import has_scans
 from medusa_heads.target.target import TargetModel
 
 if TYPE_CHECKING:
@@ -55,7 +56,9 @@ class CompiledTarget(TargetModel):
         whole_steps: whether steps of decoding are graphs as a whole, where they can be.
     """
 
+    one_shape = True  # another size of trees is another graph, which takes long to make
     _stacked = False  # the rows of many layers in one tensor
+    _hooked = True  # for all texts: hooks of each would invalidate the graph
     _captured_kind: type[Captured] = Captured
 
     def __init__(
@@ -76,13 +79,13 @@ class CompiledTarget(TargetModel):
         self.lock = RLock()  # of whoever decodes: one text at a time has its cache
         # Within a text, what has been read before: through which graphs.
         self._calls: dict[Any, Callable[[list[Tensor]], list[Tensor]]] | None = None
-        # For all texts: registering them anew for each would invalidate the graph.
-        for hook in (
-            *watch(model, features, self._captured.keep),
-            self.get_output_embeddings().register_forward_pre_hook(self._captured.take),
-        ):
+        for hook in self._hooks() if self._hooked else ():
             weakref.finalize(self, hook.remove)
         self._forward = self._compiled = self.in_one_graph(self.model.forward)
+
+    def _hooks(self) -> list[Any]:
+        hook = self.get_output_embeddings().register_forward_pre_hook
+        return [*watch(self.model, self.features, self._captured.keep), hook(self._captured.take)]
 
     def in_one_graph(self, function: Callable[..., Made]) -> Callable[..., Made]:
         """The function, compiled; to be called by `run`."""
@@ -256,10 +259,7 @@ class CompiledTarget(TargetModel):
         return logits_BNV
 
     def _run_within_text(self, calls: dict[Any, Any], inputs: dict[str, Any]) -> Tensor:
-        masks, captured = inputs["attention_mask"], self._captured
-        masks = masks.values() if isinstance(masks, dict) else [masks]
-        given = [inputs["input_ids"], inputs["position_ids"]]
-        given += {id(each): each for each in masks if each is not None}.values()
+        captured, given = self._captured, given_to(inputs)
         key = inputs["past_key_values"], *map(look, given)
         call = calls.get(key)
         self.looks = call is None

@@ -1,0 +1,1 @@
+"""The same over caches of fixed size: compiled, recorded on a GPU, or as scripts."""

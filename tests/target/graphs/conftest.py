@@ -1,0 +1,22 @@
+"""A tiny model, and what becomes a script of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.conftest import TinyLlama
+from tests.replayed import noted_sizes
+
+
+@pytest.fixture
+def model(tiny_llama: TinyLlama) -> Any:
+    made = tiny_llama()
+    made.generation_config.pad_token_id = 0
+    return made
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    return noted_sizes(monkeypatch)

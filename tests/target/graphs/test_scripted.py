@@ -1,0 +1,222 @@
+"""Forwards as scripts: the model's own text, whatever the trees; what they are not for is decoded
+as it is; and nothing is scripted before it pays."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from medusa_heads import MedusaModel
+from medusa_heads.errors import MedusaWarning
+from medusa_heads.inference.models.training_free import TrainingFreeModel
+from medusa_heads.machine.programs import Script, traced
+from medusa_heads.target.graphs import scripted
+from medusa_heads.target.graphs.scripted import ScriptedTarget
+from scripts.prove.tiny_models import builder
+from tests.conftest import DEVICE
+from tests.inference.padded import padded
+from tests.inference.planted import BUSHY, PlainCausalDrafter, PlantedDrafter
+from tests.inference.reference import reference
+from tests.replayed import text, with_heads
+
+pytestmark = [
+    pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's forwards are recorded"),
+    pytest.mark.filterwarnings("error:.*goes on without"),
+]
+
+SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 30}
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40}
+SHAPES: list[Any] = [BUSHY, BUSHY[:5], [(0,)], [(0,), (0, 0), (0, 0, 0)]]  # 17, 6, 2 and 4 nodes
+
+
+def decodes(medusa: Any, inputs: Any, expected: Tensor, **options: Any) -> bool:
+    return torch.equal(text(medusa, inputs, **GREEDY, **options), expected)
+
+
+def test_planted_drafts_of_many_sizes(model: Any, noted: list[int]) -> None:
+    """One script serves them all, as soon as two sizes have been seen."""
+    target, inputs = ScriptedTarget(model), padded([0], 12)
+    free = TrainingFreeModel(target)
+    expected = reference(model, **inputs, **GREEDY)
+    for seed in range(3):
+        for shape in SHAPES:
+            free.drafter = PlantedDrafter(expected[:, 12:].tolist(), 199, shape, seed=seed)
+            assert decodes(free, inputs, expected)
+            assert free.last_stats.tokens_per_step > 1.4
+    assert not target.gave_up
+    assert sorted(noted) == [6, 17]  # each step has a tree here
+    proved = {nodes for _, forwards in known(target) for nodes, *_ in forwards.proved}
+    assert proved == {2, 4, 6, 17}
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "phimoe", "qwen3_moe"])
+def test_other_architectures(kind: str) -> None:
+    """Windows, a norm between, experts; what is not used of a forward is another number of values
+    at each size."""
+    model = builder(kind)((0.15, 0.15)).float().eval()
+    model.generation_config.update(pad_token_id=0, eos_token_id=None)
+    inputs = {
+        "input_ids": torch.randint(3, 90, (1, 21)),
+        "attention_mask": torch.ones(1, 21).long(),
+    }
+    target = ScriptedTarget(model)
+    free = TrainingFreeModel(target)
+    expected = reference(model, **inputs, **GREEDY)
+    for shape in SHAPES:
+        free.drafter = PlantedDrafter(expected[:, 21:].tolist(), target.vocab_size, shape)
+        assert decodes(free, inputs, expected)
+        assert free.last_stats.tokens_per_step > 1.4
+    assert not target.gave_up
+
+
+def known(target: Any) -> list[Any]:
+    return [item for of_cache in target._recorded.values() for item in of_cache.items()]
+
+
+def test_a_plain_causal_mask_shows(model: Any) -> None:
+    free, inputs = TrainingFreeModel(ScriptedTarget(model)), padded([0], 12)
+    expected = reference(model, **inputs, **GREEDY)
+    free.drafter = PlainCausalDrafter(expected[:, 12:].tolist(), 199)
+    assert not decodes(free, inputs, expected)
+
+
+@pytest.mark.parametrize("kind", [{}, {"kind": "hydra"}, {"kind": "eagle3", "features": [0]}])
+@pytest.mark.parametrize("tree", ["auto", "dynamic:9"])
+def test_heads_and_their_features(model: Any, kind: dict[str, Any], tree: str) -> None:
+    heads = with_heads(model, **kind).heads
+    plain = MedusaModel(model, heads, tree=tree, compile=False)
+    medusa = MedusaModel(model, heads, tree=tree, compile="capture")
+    inputs = padded([0], 12)
+    for options in (GREEDY, SAMPLING):
+        for _ in range(2):
+            assert torch.equal(text(medusa, inputs, **options), text(plain, inputs, **options))
+    assert any(forwards.proved for _, forwards in known(medusa.target))
+
+
+def test_what_is_no_number_does_not_stay(model: Any) -> None:
+    """Masked slots count for nothing only as long as they hold numbers."""
+    free, inputs = TrainingFreeModel(model, compile="capture"), padded([0], 12)
+    expected = reference(model, **inputs, **GREEDY)
+    weight = model.model.layers[1].self_attn.v_proj.weight
+    kept = weight.detach().clone()
+    assert decodes(free, inputs, expected)
+    with torch.no_grad():
+        weight.fill_(float("nan"))
+    text(free, inputs, **GREEDY)
+    with torch.no_grad():
+        weight.copy_(kept)
+    assert decodes(free, inputs, expected)
+
+
+def test_nothing_is_kept_of_what_was_noted(model: Any) -> None:
+    kept: Any = torch.jit._state._python_cu
+    functions = len(kept.get_functions())
+    free, inputs = TrainingFreeModel(model, compile="capture"), padded([0], 12)
+    text(free, inputs, **GREEDY)
+    assert known(free.target) and len(kept.get_functions()) == functions
+
+
+@pytest.mark.parametrize("result", [0, 1])
+@pytest.mark.parametrize("late", [True, False])
+def test_a_script_of_two_sizes_that_is_wrong(
+    model: Any, monkeypatch: pytest.MonkeyPatch, result: int, late: bool
+) -> None:
+    """It is compared anew, also for sizes of which the one before was right, in all it returns."""
+    with_other = Script.with_other
+
+    class Wrong:
+        size = None
+
+        def __init__(self, script: Script) -> None:
+            self._script = script
+
+        def __call__(self, given: Any, size: int) -> list[Tensor]:
+            says = self._script(given, size)
+            says[result] = says[result] + (size == 17)
+            return says
+
+    monkeypatch.setattr(Script, "with_other", lambda *of: Wrong(with_other(*of)))
+    monkeypatch.setattr(scripted, "_seconds", lambda call: (call(), 1.0)[1])
+    monkeypatch.setattr(scripted, "LEAST_SAVED", -1.0)
+    target, inputs = ScriptedTarget(model, late=late), padded([0], 12)
+    free = TrainingFreeModel(target)
+    expected = reference(model, **inputs, **GREEDY)
+    said = nullcontext() if late else pytest.warns(MedusaWarning, match="something else than")
+    with said:
+        for shape in (BUSHY, BUSHY[:5], BUSHY):
+            target._saved = 0.5
+            target._cost = 0.0
+            free.drafter = PlantedDrafter(expected[:, 12:].tolist(), 199, shape)
+            assert decodes(free, inputs, expected)
+    assert target.gave_up
+
+
+def test_each_size_is_compared_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text's first tree stands on what no inference has made, the others on what it has."""
+    free, inputs = TrainingFreeModel(model, compile="capture"), padded([0], 12)
+    expected = reference(model, **inputs, **GREEDY)
+    free.drafter = PlantedDrafter(expected[:, 12:].tolist(), 199)
+    assert decodes(free, inputs, expected)
+    ((_, forwards),) = known(free.target)
+    proved = set(forwards.proved)
+    assert len(proved) == 2
+    monkeypatch.setattr(scripted, "_same_bits", None)  # which is not asked
+    assert decodes(free, inputs, expected) and decodes(free, inputs, expected)
+    assert forwards.proved == proved
+
+
+def test_a_program_that_gives_a_tensor_another_shape() -> None:
+    some = torch.ones(2, 3)
+    with torch.no_grad():
+        program = traced(lambda: [some.t_() + 1.0])
+    with pytest.raises(RuntimeError, match="another shape in place"):
+        scripted._Forwards().note(program, [some], 2)
+
+
+def test_other_weights_in_the_same_place(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where matrices are packed, which are then others; the prompt is read without them."""
+    monkeypatch.setattr("medusa_heads.target.packed.SMALLEST", 1)
+    target, inputs = ScriptedTarget(model), padded([0], 40)
+    free = TrainingFreeModel(target)
+    texts = []
+    for _ in range(3):
+        expected = model.generate(**inputs, **GREEDY)
+        free.drafter = PlantedDrafter(expected[:, 40:].tolist(), 199)
+        assert decodes(free, inputs, expected) and decodes(free, inputs, expected)
+        texts.append(expected)
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight.data.neg_()
+            model.lm_head.weight.data.mul_(torch.linspace(-1, 1, 199)[:, None])
+    assert not torch.equal(texts[0], texts[1]) and not target.gave_up
+
+
+def test_another_function_in_a_models_place(model: Any) -> None:
+    """What a script was made of is compared before each text."""
+    free, inputs = TrainingFreeModel(ScriptedTarget(model)), padded([0], 12)
+    assert decodes(free, inputs, model.generate(**inputs, **GREEDY))
+    usual = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = lambda x: usual(x) * 2.0
+    expected = model.generate(**inputs, **GREEDY)
+    assert decodes(free, inputs, expected) and decodes(free, inputs, expected)
+
+
+def test_a_script_that_says_something_else(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another size than those that it was made of, say: then no further one is used."""
+    call = Script.__call__
+
+    def wrong(self: Script, given: Any, size: int) -> list[Tensor]:
+        return [each + (size == 4) for each in call(self, given, size)]
+
+    monkeypatch.setattr(Script, "__call__", wrong)
+    free, inputs = TrainingFreeModel(ScriptedTarget(model)), padded([0], 12)
+    expected = reference(model, **inputs, **GREEDY)
+    for shape in SHAPES[:3]:
+        free.drafter = PlantedDrafter(expected[:, 12:].tolist(), 199, shape)
+        assert decodes(free, inputs, expected)
+    free.drafter = PlantedDrafter(expected[:, 12:].tolist(), 199, SHAPES[3])
+    with pytest.warns(MedusaWarning, match="says something else than the model"):
+        assert decodes(free, inputs, expected)
