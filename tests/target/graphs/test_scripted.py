@@ -156,10 +156,10 @@ def test_a_script_of_two_sizes_that_is_wrong(
 
 
 def test_each_size_is_compared_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text's first tree stands on what no inference has made, the others on what it has."""
-    free, inputs = TrainingFreeModel(model, compile="capture"), padded([0], 12)
+    """A text's first token was made outside of inference mode, the others within."""
+    heads, inputs = with_heads(model).heads, padded([0], 12)
+    free = MedusaModel(model, heads, tree="none", compile="capture")
     expected = reference(model, **inputs, **GREEDY)
-    free.drafter = PlantedDrafter(expected[:, 12:].tolist(), 199)
     assert decodes(free, inputs, expected)
     ((_, forwards),) = known(free.target)
     proved = set(forwards.proved)
