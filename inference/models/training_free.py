@@ -130,14 +130,14 @@ class TrainingFreeModel(AssistedModel):
         blend = partial(blended, target, corpus=self.corpus, deterministic=self.deterministic)
         name, _, size = self.method.partition("+")[0].partition(":")
         if name == "recycling" and size:
-            return RecycledTrees(target.vocab_size, int(size))
+            return RecycledTrees(target.readable, int(size))
         if name == "lookahead":
             return self._lookahead(target, blend)
         if name == "early_exit":
             return self._early_exit(blend)
         if name == "mtp":
             return self._mtp(blend)
-        sources = [] if name == "suffix" else [RecyclingSource(target.vocab_size)]
+        sources = [] if name == "suffix" else [RecyclingSource(target.readable)]
         asks_nobody = self.corpus is None and not self.deterministic
         if name != "recycling" and asks_nobody and takes_whole_steps(target, self._chain_only):
             own = name == "suffix"

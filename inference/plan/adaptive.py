@@ -157,7 +157,7 @@ def merged_trees(
             nodes, sizes = min(nodes, _CHAIN), []
     parts: list[Part] = [] if heads is None else [heads]
     if recycles:
-        parts.append(RecycledTrees(target.vocab_size, nodes))
+        parts.append(RecycledTrees(target.readable, nodes))
     recorded = isinstance(target, CapturedTarget)
     return MergedTrees(parts, nodes, sizes, chain_only=chain_only, paced=recorded)
 
@@ -215,7 +215,7 @@ def heads_drafter(
             return tree, merged_trees(
                 target, [own], heads=guessing, recycles=recycles, chain_only=chain_only
             )
-        sources = [own] if chain_only else [RecyclingSource(target.vocab_size), own]
+        sources = [own] if chain_only else [RecyclingSource(target.readable), own]
         return tree, blend(sources, chain_only=chain_only, clock=clock)
     drafter = make_drafter(_without_suffix(tree), heads, statistics, with_log_probs=True)
     nodes = drafter.num_nodes - 1

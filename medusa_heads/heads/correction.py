@@ -44,7 +44,9 @@ class Correction(nn.Module):
 
     def factors(self, before_R: Tensor) -> tuple[Tensor, Tensor]:
         """The product's two sides: what the tokens bring [..., W], and what comes of it [C, W]."""
-        return F.embedding(before_R, self.before.weight), self.after.weight
+        # A prompt may have ids that are never written, with which drafts may continue it.
+        known_R = before_R.clamp_max(self.before.num_embeddings - 1)
+        return F.embedding(known_R, self.before.weight), self.after.weight
 
 
 class AfterPaths:

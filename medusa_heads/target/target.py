@@ -148,6 +148,11 @@ class TargetModel(HiddenReader):
         return int(self.get_output_embeddings().weight.shape[0])
 
     @property
+    def readable(self) -> int:
+        """Token ids that can be read: a prompt's may be more than those that can be written."""
+        return max(self.vocab_size, len(self.get_input_embeddings().weight))
+
+    @property
     def max_positions(self) -> int | None:
         """The longest context the target was made for, where its configuration says so."""
         value = getattr(self.config, "max_position_embeddings", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
-from medusa_heads import MedusaModel
+from medusa_heads import MedusaModel, TargetModel
 from medusa_heads.inference.acceptance import at_once
 from medusa_heads.inference.engine.device_state import DeviceState
+from medusa_heads.inference.models.training_free import TrainingFreeModel
 from tests import replayed
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.on_device import NEW, SAMPLING, PlantedOnDevice, text, with_heads
@@ -135,11 +137,15 @@ def test_ids_beyond_the_head(tiny_llama: TinyLlama) -> None:
         expected = model.to(DEVICE).generate(**inputs, **options)
     except (IndexError, RuntimeError):
         pytest.skip("this version of transformers takes no such prompt")
-    for tree in ("7", "auto"):
-        medusa = with_heads(model)
+    assert TargetModel(model).readable == 230
+    for kind, tree in product(({}, {"correction_rank": 8}), ("7", "7+suffix", "auto")):
+        medusa = with_heads(model, **kind)
         medusa.use_tree(tree)
         assert torch.equal(text(medusa, inputs, **PENALTY), expected)
         assert medusa.last_stats.seconds["step"]
+    for drafter in ("recycling:5", "auto"):
+        free = TrainingFreeModel(model, drafter, compile="steps", compile_backend="eager")
+        assert torch.equal(text(free, inputs, **PENALTY), expected)
 
 
 @pytest.mark.parametrize("compile", [None, pytest.param("kernels", marks=pytest.mark.slow)])
