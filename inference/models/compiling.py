@@ -76,9 +76,9 @@ def compiled_target(
     if compile not in _RECORDED:
         # One graph over a cache of fixed size, replayed as a CUDA graph on a GPU.
         return CompiledTarget(target.model, backend, target.features, compile == "steps")
-    if not captures(target) and compile == "capture" and scripts(target):
-        return ScriptedTarget(target.model, target.features)
     if not captures(target):
+        if compile == "capture" and scripts(target):
+            return ScriptedTarget(target.model, target.features)
         raise ValueError(
             f"compile={compile!r} records steps of a target that lies as it is on one NVIDIA GPU, "
             f"and this one is on {target.device}: leave compile out"

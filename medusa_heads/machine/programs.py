@@ -203,9 +203,8 @@ def _said(node: Any) -> str:
 
 
 def _is_number(node: Any) -> bool:
-    return bool(node.kind() == "prim::Constant" and "value" in node.attributeNames()) and (
-        node.kindOf("value") == "i"
-    )
+    whole = node.kind() == "prim::Constant" and node.hasAttribute("value")
+    return bool(whole and node.kindOf("value") == "i")
 
 
 def traced(function: Callable[[], Any]) -> Program:
