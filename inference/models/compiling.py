@@ -99,7 +99,6 @@ class Views:
         self._may = may
         self._target: TargetModel | None = None  # without recordings, once it is needed
         self._drafters: WeakKeyDictionary[Drafter, Drafter] = WeakKeyDictionary()
-        self._scripting = Scripting()
 
     @contextmanager
     def of_text(
@@ -117,7 +116,7 @@ class Views:
         if not self._may and not isinstance(target, ScriptedTarget):
             yield target, drafter
         elif not isinstance(target, CapturedTarget):
-            with self._scripting.of_text(target, batch_size, slots, stats) as view:
+            with Scripting.of(target).of_text(target, batch_size, slots, stats) as view:
                 yield view, drafter
         elif target.serves(batch_size, slots):
             with decoding(target):

@@ -6,7 +6,9 @@ Source: ski rental, see late_compiling.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.engine.capability import capability
@@ -32,23 +34,33 @@ def decoding(target: CapturedTarget) -> Iterator[None]:
 
 
 class Scripting:
-    """The texts of one target, and what decoding those without scripts has cost."""
+    """The texts of one target, by whatever drafts for them, and what decoding those without scripts
+    has cost."""
+
+    _known: ClassVar[WeakKeyDictionary[TargetModel, Scripting]] = WeakKeyDictionary()
 
     def __init__(self) -> None:
         self.seconds, self.forwards = 0.0, 0
         self._scripted: ScriptedTarget | None = None
         self._gave_up = False
 
+    @classmethod
+    def of(cls, target: TargetModel) -> Scripting:
+        """What is known of this target, by all who decode with it."""
+        return cls._known.setdefault(target, cls())
+
     @contextmanager
     def of_text(
         self, target: TargetModel, batch_size: int, slots: int, stats: GenerationStats
     ) -> Iterator[TargetModel]:
         """For the block that decodes a text of so many rows and slots: the target as it does."""
-        if batch_size == 1 and self._begins(target) and (view := self._view(target, slots)):
-            with decoding(view):
-                yield view
-            return
-        yield target
+        begins = batch_size == 1 and self._begins(target)
+        with self._view(target, slots) if begins else nullcontext() as view:
+            if view is not None:
+                with decoding(view):
+                    yield view
+                return
+            yield target
         if batch_size == 1:
             self.seconds += stats.total_seconds
             self.forwards += stats.forwards
@@ -60,16 +72,28 @@ class Scripting:
         saved = min(_LAYER_SAVES * target.config.num_hidden_layers / step, 1.0)
         return saved >= LEAST_SAVED and self.seconds * saved >= _FORWARDS * step + _SECONDS
 
-    def _view(self, target: TargetModel, slots: int) -> ScriptedTarget | None:
+    @contextmanager
+    def _view(self, target: TargetModel, slots: int) -> Iterator[ScriptedTarget | None]:
+        """For the block that decodes a text of so many slots; None where it goes without."""
         if self._scripted is None and scripts(target):
             self._scripted = ScriptedTarget(target.model, target.features, late=True)
         view = self._scripted
-        if view is None or not (view.gave_up or view.serves(1, slots)):
-            return None
+        # Another thread's text may have it.
+        if view is None or not view.lock.acquire(blocking=False):
+            yield None
+            return
+        try:
+            yield view if self._decodes(view, target, slots) else None
+        finally:
+            view.lock.release()
+
+    def _decodes(self, view: ScriptedTarget, target: TargetModel, slots: int) -> bool:
+        if not view.gave_up and not view.serves(1, slots):
+            return False
         try:  # what nobody has tried as yet: a cache of fixed size, and masks that are given
             self._gave_up = view.gave_up or capability(view) != capability(target)
         except UnsupportedArchitecture:
             self._gave_up = True
         if self._gave_up:
-            self._scripted = view = None
-        return view
+            self._scripted = None
+        return not self._gave_up

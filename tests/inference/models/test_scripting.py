@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import pytest
@@ -45,7 +47,7 @@ def model(tiny_llama: TinyLlama) -> Any:
 
 def has_paid(medusa: Any) -> Scripting:
     """As if it had decoded for long, in steps of 2 ms."""
-    found: Scripting = medusa._views._scripting
+    found = Scripting.of(medusa.target)
     found.seconds, found.forwards = 100.0, 50_000
     return found
 
@@ -55,7 +57,7 @@ def test_nothing_is_scripted_before_it_pays(model: Any, noted: list[int]) -> Non
     expected = reference(model, **inputs, **GREEDY)
     hooks = len(model.lm_head._forward_pre_hooks)
     assert torch.equal(text(free, inputs, **GREEDY), expected)
-    found = free._views._scripting
+    found = Scripting.of(free.target)
     assert found.forwards == free.last_stats.forwards > 0 and not noted
     assert type(free.target) is TargetModel and len(model.lm_head._forward_pre_hooks) == hooks
     has_paid(free)
@@ -122,7 +124,7 @@ def test_targets_that_no_fixed_cache_is_for(
     has_paid(free)
     for _ in range(3):
         assert torch.equal(text(free, inputs, **GREEDY), reference(model, **inputs, **GREEDY))
-    assert len(tried) == 1 and not noted and free._views._scripting._scripted is None
+    assert len(tried) == 1 and not noted and Scripting.of(free.target)._scripted is None
 
 
 def test_who_asks_for_it(model: Any) -> None:
@@ -149,3 +151,47 @@ def test_a_text_within_a_text(model: Any, noted: list[int]) -> None:
         has_paid(each)
     assert torch.equal(text(free, inputs, streamer=Asking(), **GREEDY), expected)
     assert made == [True] * 3 and noted
+
+
+def test_decoders_of_one_target(model: Any, noted: list[int]) -> None:
+    """What one has paid for, others have: of the target as it is, not of other layers of it."""
+    target, inputs = TargetModel(model), padded([0], 12)
+    expected = reference(model, **inputs, **GREEDY)
+    free, other = TrainingFreeModel(target), TrainingFreeModel(target, drafter="recycling")
+    heads = with_heads(model, kind="eagle3", features=[0]).heads
+    wide = MedusaModel(target, heads)
+    has_paid(free)
+    assert torch.equal(text(other, inputs, **GREEDY), expected)
+    assert noted and Scripting.of(target) is Scripting.of(other.target)
+    assert torch.equal(text(free, inputs, **GREEDY), expected)
+    assert torch.equal(text(wide, inputs, **GREEDY), expected) and wide.last_stats.forwards
+    assert Scripting.of(wide.target).forwards == wide.last_stats.forwards
+
+
+def test_two_threads(model: Any, noted: list[int]) -> None:
+    """The second goes without: one text at a time has the cache."""
+    target, inputs = TargetModel(model), padded([0], 12)
+    expected = reference(model, **inputs, **GREEDY)
+    one, other = (TrainingFreeModel(target) for _ in range(2))
+    has_paid(one)
+    found, inside, done = Scripting.of(target), Event(), Event()
+
+    class Waiting:
+        def put(self, _: Any) -> None:
+            inside.set()
+            assert done.wait(60)
+
+        def end(self) -> None:
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(text, one, inputs, streamer=Waiting(), **GREEDY)
+        assert inside.wait(60)
+        assert torch.equal(text(other, inputs, **GREEDY), expected)
+        before = found.forwards
+        assert before == 50_000 + other.last_stats.forwards
+        done.set()
+        assert torch.equal(first.result(), expected)
+    assert found._scripted is not None and not found._scripted.is_decoding
+    assert torch.equal(text(other, inputs, **GREEDY), expected)
+    assert found.forwards == before
