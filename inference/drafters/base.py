@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import count
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -19,6 +20,8 @@ from medusa_heads.inference.adapt.clock import USUAL_AGAIN
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.target.attention import TreeMask
 from medusa_heads.trees.tree import TokenTree
+
+_numbers = count()
 
 
 class Drafter(ABC):
@@ -37,6 +40,12 @@ class Drafter(ABC):
     reads_prompt = False
     levels: int | None = None
     sizes: Sequence[int] = ()
+
+    @cached_property
+    def number(self) -> int:
+        """By which a text's memories are found, other than any other drafter's: of a key that is an
+        object of a class of its own not every torch makes a graph."""
+        return next(_numbers)
 
     @cached_property
     def memories(self) -> WeakKeyDictionary[DecodingState, dict[Any, Any]]:

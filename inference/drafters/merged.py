@@ -95,7 +95,7 @@ class MergedTrees(Drafter):
         self._whole(state)
 
     def propose(self, state: DecodingState) -> TokenTree:
-        tree, memory = self._whole(state), state.memories[self]
+        tree, memory = self._whole(state), state.memories[self.number]
         if not self.sizes or not self._paces or state.fixed_shapes:  # whoever takes these chooses
             return tree
         key = state.drawing, len(state.rows)
@@ -112,9 +112,9 @@ class MergedTrees(Drafter):
         self._paced.usual = True
 
     def _whole(self, state: DecodingState) -> TokenTree:
-        memory = state.memories.get(self)
+        memory = state.memories.get(self.number)
         if memory is None:
-            memory = state.memories[self] = Texts(state, self.num_nodes - 1)
+            memory = state.memories[self.number] = Texts(state, self.num_nodes - 1)
         counts_2G = self._counts_of(state)
         found = memory.advance(state, counts_2G)
         chances_BL = (counts_2G[0] / counts_2G[1])[found.groups_BL.clamp_min(0)]

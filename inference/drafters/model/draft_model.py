@@ -102,7 +102,7 @@ class DraftModelDrafter(Drafter):
 
     def prepare(self, state: DecodingState) -> None:
         assert self.levels is not None
-        walk = Walk(self._draft, self, state, self._vocab_size, None)
+        walk = Walk(self._draft, self.number, state, self._vocab_size, None)
         walk.read(None)
         walk.text.beside = self.levels + 1
         self._shape.tree(state.roots_B[:, None].expand(-1, self.num_nodes))  # keeps its numbers
@@ -110,7 +110,7 @@ class DraftModelDrafter(Drafter):
     def propose(self, state: DecodingState) -> TokenTree:
         keyed = state.drawing == "keyed"
         warpers = state.warpers if self._draws or keyed else None
-        walk = Walk(self._draft, self, state, self._vocab_size, warpers)
+        walk = Walk(self._draft, self.number, state, self._vocab_size, warpers)
         if self._width > 1:
             return self._best_tree(state, walk)
         above_BF, first, width = None, 0, 1

@@ -26,8 +26,9 @@ from medusa_heads.trees.tree import TokenTree, TreeShape
 
 
 class Walk:
-    """What a draft model has drafted so far behind the committed texts, for the drafter `owner`.
-    Where the target's tokens are drawn, `warpers` may be its logits processors; else they are None.
+    """What a draft model has drafted so far behind the committed texts, for an `owner` that keeps it
+    there. Where the target's tokens are drawn, `warpers` may be its logits processors; else they
+    are None.
 
     Attributes:
         text: what the draft model has read.

@@ -37,7 +37,8 @@ def test_verdicts(swept: Path) -> None:
     assert {kind: row["verdict"] for kind, row in rows.items()} == VERDICTS
     assert {kind: row["tokens"] for kind, row in rows.items() if row["tokens"]} == TOKENS
     assert "ALiBi" in rows["bloom"]["note"]
-    assert "does not keep its state in the cache" in rows["recurrent_gemma"]["note"]
+    note = rows["recurrent_gemma"]["note"]  # a state, or in other versions of transformers a text
+    assert "does not keep its" in note and "in the cache" in note
 
 
 def test_table(swept: Path) -> None:

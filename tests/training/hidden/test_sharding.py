@@ -25,6 +25,8 @@ from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from tests.conftest import Refused
 
 CPU = torch.device("cpu")
+_NEWER = "activation_checkpointing"
+CHECKPOINTING = _NEWER if hasattr(TrainingArguments, _NEWER) else "gradient_checkpointing"
 
 
 @pytest.fixture
@@ -123,7 +125,7 @@ def test_an_fsdp_launch_is_refused_by_name_where_it_cannot_be_had(
         (["--device_map", "auto", "--mtp"], "leave device_map out"),
         (["--tensor_parallel"], "spread over processes, and there is one"),
         (
-            ["--training_args", '{"activation_checkpointing": true, "use_cpu": true}'],
+            ["--training_args", f'{{"{CHECKPOINTING}": true, "use_cpu": true}}'],
             "gradient_checkpointing has no place in this training",
         ),
         (["--training_args", '{"fsdp": true, "use_cpu": true}'], "leave fsdp and deepspeed out"),
