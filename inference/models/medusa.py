@@ -45,7 +45,8 @@ class MedusaModel(AssistedModel):
         target: the causal LM. It is not changed.
         heads: heads that were trained for it.
         statistics: how often each head was right. The best tree of each size follows from them.
-        tree: the tree to draft: `"auto"`, a number of nodes, `"dynamic:16"`, or a list of paths.
+        tree: the tree to draft: `"auto"`, `"fastest"`, a number of nodes, `"dynamic:16"`, or a list
+            of paths.
         corpus: text to copy from: a file, a folder, a saved index, or lists of token ids.
         deterministic: take the same steps every time, and carry nothing from text to text.
         trust_remote_code: let the tokenizer that reads the corpus run code of its own.

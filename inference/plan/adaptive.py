@@ -1,6 +1,7 @@
 """Which drafter for which request: of heads, and of drafters that choose how much to draft.
 
 auto            as many nodes as pay at each step on this machine, of the heads and of the text
+fastest         the tree of the heads alone that this machine decodes one row fastest with
 16+suffix       a tree's likeliest nodes, some of them given to what the text itself suggests
 suffix, recycling, auto without heads, and so on: see models/training_free.py
 """
@@ -31,7 +32,7 @@ from medusa_heads.target.recurrent import is_recurrent
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.statistics import HeadStatistics, prior_statistics
 
-SUFFIX = "+suffix"
+FASTEST, SUFFIX = "fastest", "+suffix"
 _COMPARING = ("threshold", "log_ratio")  # rules that compare with the draft's own probabilities
 _CHAIN = 7  # nodes of one that all steps have: with the root a power of two
 _UNVARYING = 15  # nodes; with the root a multiple of what matrix units take at a time
@@ -53,7 +54,7 @@ def continues_text(tree: TreeSpec) -> bool:
 def check_tree(tree: TreeSpec, *, acceptance: str = "lossless", corpus: bool = False) -> None:
     """Refuse a tree of heads that no target and no heads could be drafted with. Raises ValueError:
     an unknown form, or one that does not go with the acceptance rule or continues no corpus."""
-    plain = "none" if tree == "auto" else _without_suffix(tree)
+    plain = "none" if tree in ("auto", FASTEST) else _without_suffix(tree)
     kind, _ = parse_tree(plain)
     empty = read_shape(plain).num_nodes == 1 if kind == "paths" else kind in ("none", "suffix")
     if empty and str(tree).endswith(SUFFIX):
@@ -188,8 +189,12 @@ def heads_drafter(
     if statistics is None:
         statistics = prior_statistics(heads.config.num_heads, heads.config.num_candidates)
     compares = acceptance in _COMPARING
-    if tree == "auto" and compares:
-        # What the text itself suggests comes without a probability.
+    if tree == FASTEST and deterministic:
+        raise ValueError(
+            f"tree={FASTEST!r} goes by a clock, which deterministic=True does without: name a tree"
+        )
+    # What the text itself suggests comes without a probability.
+    if tree == FASTEST or (tree == "auto" and compares):
         tree = "dynamic:15" if deterministic else best_tree(target, heads, statistics)
     check_tree(tree, acceptance=acceptance, corpus=read_corpus is not None)
     corpus = read_corpus() if read_corpus else None  # only now: to index one may take a while

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from medusa_heads.heads import DraftHeads
 from medusa_heads.heads.int8 import int8_layers
 from medusa_heads.inference.adapt.measure import DEFAULT_CONTEXT, room, step_seconds
 from medusa_heads.inference.adapt.step_bench import SIZES
+from medusa_heads.inference.engine.capability import capability
 from medusa_heads.inference.plan.trees import make_drafter
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.statistics import HeadStatistics
@@ -68,7 +70,7 @@ def tune(
     """Every tree worth considering, with its measured step time, for so many tokens in the cache
     and sequences decoded together; `refresh` measures anew. Raises ValueError: the context does not
     fit the target."""
-    expected = expected_tokens(statistics)
+    expected = expected_tokens(statistics, chain_only=capability(target) != "tree")
     # More nodes than this in all rows together pay on no machine, and take long to measure.
     most = min(max(_MOST_NODES // batch_size, 1), room(target))
     expected = {
@@ -102,10 +104,17 @@ def measured_sizes(
     ]
 
 
-def expected_tokens(statistics: HeadStatistics) -> dict[str, float]:
-    """Expected tokens a step of each tree considered."""
+def expected_tokens(statistics: HeadStatistics, *, chain_only: bool = False) -> dict[str, float]:
+    """Expected tokens a step of each tree considered, or of each chain."""
+    # Drafting nothing is a choice too: on some machines every tree costs more than it brings.
+    none = {"none": 1.0}
+    if chain_only:
+        counts = dict(statistics.paths)
+        likeliest = [counts.get((0,) * depth, 0) for depth in range(1, statistics.num_heads + 1)]
+        totals = accumulate(likeliest, initial=statistics.positions)
+        chains = {f"chain:{n}": total / statistics.positions for n, total in enumerate(totals)}
+        return none | {chain: tokens for chain, tokens in chains.items() if chain != "chain:0"}
     largest = len(statistics.paths)
     static = {f"static:{n}": statistics.expected_tokens_per_step(n) for n in SIZES if n <= largest}
     dynamic = {f"dynamic:{n}": e for n, e in statistics.dynamic_tokens_per_step.items()}
-    # Drafting nothing is a choice too: on some machines every tree costs more than it brings.
-    return {"none": 1.0} | static | dynamic
+    return none | static | dynamic

@@ -7,7 +7,7 @@ chain, chain:3  each head's best token, in a row
 cartesian:3,2,1 every combination of 3, 2 and 1 candidates of the first heads
 FILE.json       a list of rank paths, as FasterDecoding's medusa_choices
 suffix:10       no heads: up to 10 tokens that followed where the text last ended as it does now
-auto, 16+suffix heads and text together, see adaptive.py
+auto, 16+suffix heads and text together, and `fastest`: see adaptive.py
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def parse_tree(tree: TreeSpec) -> tuple[str, list[int]]:
         return kind, [int(number) for number in numbers]
     if words not in ("none", "chain", "suffix"):
         raise ValueError(
-            "tree must be auto, none, a number of nodes, static:N, dynamic:N, chain, "
+            "tree must be auto, fastest, none, a number of nodes, static:N, dynamic:N, chain, "
             f"cartesian:A,B,.., a FILE.json, one of them +suffix, or suffix, got {tree!r}"
         )
     return kind, []

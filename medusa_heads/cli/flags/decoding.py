@@ -42,9 +42,9 @@ class DraftingArguments(ModelArguments):
 
     tree: str = flag(
         "auto",
-        "Which tokens are drafted at a step. With heads: auto, N, static:N, dynamic:N, none, "
-        "chain, cartesian:A,B,.., FILE.json, one of them +suffix, or suffix. With a draft model: "
-        "auto, chain:N, dynamic:N, sampled:N or sampled:AxBx..",
+        "Which tokens are drafted at a step. With heads: auto, fastest, N, static:N, dynamic:N, "
+        "none, chain, cartesian:A,B,.., FILE.json, one of them +suffix, or suffix. With a draft "
+        "model: auto, chain:N, dynamic:N, sampled:N or sampled:AxBx..",
     )
     drafter: str | None = flag(
         None,

@@ -27,7 +27,9 @@ class TuneArguments(MeasureArguments):
 
     context: list[int] = flag([], "Tokens in the cache while measuring. Several give a table each.")
     batch_size: int = flag(1, "Sequences decoded together.")
-    write: str | None = flag(None, "Write the best static tree to this .json, as medusa_choices.")
+    write: str | None = flag(
+        None, "Write the best static tree, or chain, to this .json, as medusa_choices."
+    )
 
 
 def tune(arguments: TuneArguments) -> None:
@@ -66,10 +68,12 @@ def tune(arguments: TuneArguments) -> None:
         console.print(_table(sizes, f"{dtype}, {context} tokens of context{batch}"))
     print(f"Measurements are kept in {measurement_folder()}")
     if arguments.write is not None:
-        static = [size for size in sizes if size.tree.startswith("static:")]
-        best = max(static, key=lambda size: size.tokens_per_second)
-        nodes = int(best.tree.partition(":")[2])
-        write_choices(arguments.write, model.statistics.choices(nodes))
+        fixed = [size for size in sizes if size.tree.startswith(("static:", "chain:"))]
+        best = max(fixed, key=lambda size: size.tokens_per_second)
+        chain = [(0,) * depth for depth in range(1, best.nodes + 1)]
+        is_chain = best.tree.startswith("chain:")
+        choices = chain if is_chain else model.statistics.choices(best.nodes)
+        write_choices(arguments.write, choices)
         print(f"{best.tree} written to {arguments.write}")
 
 

@@ -12,6 +12,7 @@ from medusa_heads import TargetModel
 from medusa_heads.checkpoint.checkpoint import load_heads
 from medusa_heads.cli.verbs.tune import main
 from medusa_heads.inference.adapt.step_bench import SIZES
+from medusa_heads.inference.plan import tree_size
 from medusa_heads.inference.plan.trees import read_choices
 from tests.conftest import Refused
 
@@ -50,6 +51,16 @@ def test_several_contexts_and_a_batch(
     shown = capsys.readouterr().out
     assert "8 tokens of context, batch of 2" in shown and "16 tokens of context" in shown
     assert len(list((cache / "steps").iterdir())) == 2
+
+
+def test_the_chain_of_a_target_that_verifies_no_tree(
+    speaker: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree_size, "capability", lambda _: "chain")
+    tree = tmp_path / "tree.json"
+    assert main([str(speaker / "heads"), "--write", str(tree)]) == 0
+    choices = read_choices(tree)
+    assert choices and all(choice == [0] * (place + 1) for place, choice in enumerate(choices))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from medusa_heads.inference.plan.tree_size import TreeSize, best_tree, tune
 from medusa_heads.inference.plan.trees import TreeSpec, make_drafter, read_choices, write_choices
 from medusa_heads.trees.statistics import HeadStatistics
 from tests.conftest import TinyLlama
+from tests.inference.recurrent import tiny_target
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +135,38 @@ def test_the_fastest_tree_is_taken(
     for sizes, best in ((flat, "dynamic:16"), (steep, "static:1")):
         monkeypatch.setattr(tree_size, "tune", lambda *a, sizes=sizes, **k: sizes)
         assert best_tree(target, heads, statistics) == best
+
+
+def test_heads_alone_as_fast_as_they_are_here(
+    tiny_llama: TinyLlama, statistics: HeadStatistics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama()
+    heads = MedusaHeads.from_target(model, HeadsConfig(num_heads=3))
+    sizes = [TreeSize("none", 1.0, 1.0), TreeSize("static:2", 1.1, 1.6)]
+    monkeypatch.setattr(tree_size, "tune", lambda *a, **k: sizes)
+    for known in (statistics, None):
+        medusa = MedusaModel(model, heads, statistics=known, tree="fastest")
+        assert medusa.tree == "static:2" and medusa.drafter.num_nodes == 3
+    with pytest.raises(ValueError, match=r"'fastest' goes by a clock.*name a tree"):
+        MedusaModel(model, heads, tree="fastest", deterministic=True)
+    with pytest.raises(ValueError, match=r"got 'fastest\+?"):
+        MedusaModel(model, heads, tree="fastest+suffix")
+
+
+@pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
+def test_targets_that_verify_chains_are_tuned_by_chains(cache: Path) -> None:
+    """What a tree's branches would bring is nothing to them."""
+    target = tiny_target("lfm2")
+    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=3))
+    # Of 10 positions the first head is right at 6, the second then at 3, the third at none.
+    first = [[0, 0, 1]] * 3 + [[0, 2, 1]] * 3 + [[1, 0, 0]] * 4
+    statistics = HeadStatistics.from_ranks(torch.tensor(first))
+    sizes = tune(target, heads, statistics, context=32)
+    expected = {"none": 1.0, "chain:1": 1.6, "chain:2": 1.9, "chain:3": 1.9}
+    assert {size.tree: size.tokens_per_step for size in sizes} == pytest.approx(expected)
+    assert [size.nodes for size in sizes] == [0, 1, 2, 3]
+    medusa = MedusaModel(target, heads, statistics=statistics, tree="fastest")
+    assert medusa.tree in expected
 
 
 def test_auto_is_the_default(
