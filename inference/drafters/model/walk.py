@@ -26,9 +26,8 @@ from medusa_heads.trees.tree import TokenTree, TreeShape
 
 
 class Walk:
-    """What a draft model has drafted so far behind the committed texts, for an `owner` that keeps it
-    there. Where the target's tokens are drawn, `warpers` may be its logits processors; else they
-    are None.
+    """What a draft model has drafted so far behind the committed texts, for whoever is its `owner`.
+    Where the target's tokens are drawn, `warpers` may be its logits processors; else they are None.
 
     Attributes:
         text: what the draft model has read.
