@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from medusa_heads.machine import Choice, Use
 
 COMPILED = "plain-compiled"
-ALONE, COPYING, TOGETHER = "heads:static:15", "suffix", "heads:auto"
-METHODS = ("plain", COMPILED, "transformers-prompt-lookup", COPYING, ALONE, TOGETHER)
+ALONE, FASTEST, COPYING, TOGETHER = "heads:static:15", "heads:fastest", "suffix", "heads:auto"
+METHODS = ("plain", COMPILED, "transformers-prompt-lookup", COPYING, ALONE, FASTEST, TOGETHER)
 # In float32 the texts must be the same; sampled, with transformers' own random stream.
 PROVEN = {"greedy": TOGETHER, "sampled": TOGETHER + "+stream"}
 TEMPERATURE = 0.7

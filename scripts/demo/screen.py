@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from scripts.demo.plan import Plan, in_words
-from scripts.demo.recipe import ALONE, COPYING, PROVEN, TOGETHER, Recipe
+from scripts.demo.recipe import ALONE, COPYING, FASTEST, PROVEN, TOGETHER, Recipe
 
 
 def show_plan(
@@ -109,6 +109,11 @@ def findings(report: Mapping[str, Any]) -> list[str]:
             lines.append(
                 f"{setting['dtype']}, {setting['name']}: the heads alone write {tokens:.2f} tokens "
                 f"a step, {times[ALONE]} the speed of {setting['reference']}."
+            )
+        if FASTEST in found:
+            lines.append(
+                f"    By the tree that should be fastest here, of {found[FASTEST]['nodes']} nodes: "
+                f"{found[FASTEST]['tokens_per_step']:.2f} tokens a step, {times[FASTEST]}."
             )
         if {COPYING, TOGETHER} <= found.keys():
             lines.append(

@@ -106,8 +106,10 @@ def test_the_heads_own_share_is_told_apart() -> None:
 
     methods = [method("plain", 1.0, 1.0), method("suffix", 2.0, 3.0)]
     methods += [method("heads:static:15", 1.5, 2.5), method("heads:auto", 2.5, 4.0)]
+    methods.append(method("heads:fastest", 1.7, 2.1) | {"nodes": 3})
     setting = {"name": "greedy", "dtype": "float32", "prompts": 4, "methods": methods}
-    alone, copying, proof = findings({"settings": [setting | {"reference": "plain"}]})
+    alone, fastest, copying, proof = findings({"settings": [setting | {"reference": "plain"}]})
     assert "heads alone write 2.50 tokens a step, 1.50x the speed of plain" in alone
+    assert "of 3 nodes: 2.10 tokens a step, 1.70x" in fastest
     assert "without heads: 2.00x. Both, chosen at every step: 2.50x" in copying
     assert "4 of 4 texts are token for token" in proof
