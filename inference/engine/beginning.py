@@ -23,6 +23,7 @@ from medusa_heads.inference.engine.rows import Row, ScoreRecorder, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.target.cache import RowCache
+from medusa_heads.target.positions import position_rule
 from medusa_heads.target.recurrent import refuse_states_alone
 from medusa_heads.target.scans import scans_go_on
 from medusa_heads.target.target import TargetModel
@@ -96,6 +97,12 @@ class Beginning:
         self.state = decoding_state(
             rows, cache, padding, config.max_length, keeps_fresh=drafter.reads_prompt
         )
+        if (rule := position_rule(target.model)) is not None:
+            rule = rule.of_texts(config.max_length, input_ids_BT.shape[1], padding, among)
+        if rule is not None:
+            if trusted == "recurrent":
+                raise rule.refusal("beside a recurrent state", "use the target's own generate()")
+            self.state.position_rule, self.in_whole_steps = rule, False
         self._target, self._drafter, self._rng = target, drafter, rng
         self._input_ids_BT, self._model_kwargs = input_ids_BT, model_kwargs
         # On a GPU transformers would compile the forward that reads a prompt in parts, as the cache
@@ -112,37 +119,66 @@ class Beginning:
             ValueError: a given cache and the prompts do not belong together.
         """
         state, rule, ids_BT = self.state, self.rule, self._input_ids_BT
-        rows, cache = state.rows, state.cache
         with stats.phase("prefill"):
             state.warpers = self._processors if self._sampled else None
             if self._sampled and self._rng == "keyed" and isinstance(rule, SampleThenMatch):
                 # Drawn once a call, so that the next call draws anew.
                 seed = int(torch.randint(1 << 62, (), device="cpu"))
-                state.noise = rule.noise = Noise(seed, rows, state.padding)
+                state.noise = rule.noise = Noise(seed, state.rows, state.padding)
             reading: AbstractContextManager[list[Tensor]] = nullcontext([])
             if self._drafter.reads_prompt:
                 reading = self._target.capture_prompt()
                 self._model_kwargs.pop("logits_to_keep", None)
-            # A cache that was returned earlier holds states to go on from.
-            with reading as prompt_hidden, scans_go_on(self._target.model, cache.layers):
-                # transformers' own: chunked, or from a cache.
-                model: Any = self._target.model
-                prefilled = model._prefill(ids_BT, self._config, self._model_kwargs)
-                logits_BV = prefilled.logits[:, -1]
-            # Read at once: a logits processor may run the model itself.
-            hidden_B1D = last_hidden()[:, -1:]
-            if cache.row_layers and cache.get_seq_length() != ids_BT.shape[1]:
-                raise ValueError(
-                    f"the given cache and the {ids_BT.shape[1]} given tokens make "
-                    f"{cache.get_seq_length()} tokens: pass the whole text, not only what is new"
-                )
+            with reading as prompt_hidden:
+                logits_BV, hidden_B1D = self._read(ids_BT, last_hidden)
         with stats.phase("walk"):
             # The prompt's last token is a tree of one node, verified by the prefill.
             prompt = TokenTree.root_only(ids_BT[:, -1])
             self._drafter.observe(prompt, logits_BV[:, None])
-            finish_step(state, rule(prompt, logits_BV[:, None], rows), hidden_B1D, stats)
+            finish_step(state, rule(prompt, logits_BV[:, None], state.rows), hidden_B1D, stats)
             if prompt_hidden:
                 state.take_prompt(torch.cat(prompt_hidden, dim=1))
+
+    def read_again(self, last_hidden: Callable[[], Tensor], stats: GenerationStats) -> None:
+        """The target reads the whole text of the one row anew, which commits a token."""
+        state = self.state
+        (row,), (padding,) = state.rows, state.padding
+        with stats.phase("target"):
+            self._drafter.rest(state)
+            mask_1T = torch.ones_like(row.ids_1T())
+            mask_1T[:, :padding] = 0
+            positions_1T = (mask_1T.cumsum(dim=1) - 1).clamp_min(0)
+            self._model_kwargs |= {"attention_mask": mask_1T, "position_ids": positions_1T}
+            self._model_kwargs[self._target.cache_argument] = state.cache
+            state.cache.set_length(0)
+            logits_BV, hidden_B1D = self._read(row.ids_1T(), last_hidden)
+        with stats.phase("walk"):
+            state.lengths = [row.length]
+            tree = TokenTree.root_only(state.roots_B)
+            finish_step(state, self.rule(tree, logits_BV[:, None], [row]), hidden_B1D, stats)
+
+    def _read(self, ids_BT: Tensor, last_hidden: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        """Logits and hidden states at the end of texts, of which the cache has a beginning."""
+        cache, model = self.state.cache, self._target.model
+        # A cache that was returned earlier holds states to go on from.
+        with scans_go_on(model, cache.layers):
+            # transformers' own: chunked, or from a cache.
+            transformers_model: Any = model
+            prefilled = transformers_model._prefill(ids_BT, self._config, self._model_kwargs)
+            logits_BV = prefilled.logits[:, -1]
+        # Read at once: a logits processor may run the model itself.
+        hidden_B1D = last_hidden()[:, -1:]
+        made = prefilled.get(self._target.cache_argument)
+        if cache.row_layers and made is not None and made is not cache:
+            # The model reads a text anew where its positions are turned in another way.
+            cache.set_length(0)
+            cache.take_over(made)
+        if cache.row_layers and cache.get_seq_length() != ids_BT.shape[1]:
+            raise ValueError(
+                f"the given cache and the {ids_BT.shape[1]} given tokens make "
+                f"{cache.get_seq_length()} tokens: pass the whole text, not only what is new"
+            )
+        return logits_BV, hidden_B1D
 
 
 def finish_step(
@@ -185,7 +221,10 @@ def _own_cache(
     return cache
 
 
-_READ_HERE = ("attention_mask", "position_ids", "cache_position")
+_READ_HERE = (
+    *("attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep"),
+    *("past_key_values", "cache_params", "output_attentions", "output_hidden_states"),
+)
 
 
 def _refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
@@ -198,13 +237,15 @@ def _refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) 
         "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
         f"cache_implementation={config.cache_implementation!r}": config.cache_implementation
         not in (None, "dynamic", "dynamic_full"),
+        "assistant_early_exit": config.assistant_early_exit is not None,
+        "use_mtp=True": bool(getattr(config, "use_mtp", False)),
         "penalty_alpha": getattr(config, "penalty_alpha", None) is not None,
         "dola_layers": getattr(config, "dola_layers", None) is not None,
     }
     refused = [name for name, asked in refusals.items() if asked]
     # What the model would read in every forward, but is not handed on with a tree.
     for name, value in model_kwargs.items():
-        if isinstance(value, Tensor) and name not in _READ_HERE:
+        if name not in _READ_HERE and value is not None and value is not False:
             refused.append(name)
     if refused:
         raise ValueError(

@@ -107,7 +107,10 @@ def decode(
                         target, drafter = other
                         state.move_to(target.new_cache(len(state.rows), slots))
                     last_hidden = capturing.enter_context(target.capture_hidden())
-                take_step(target, drafter, rule, state, last_hidden, stats)
+                if state.position_rule and state.position_rule.is_read_again(state.lengths):
+                    beginning.read_again(last_hidden, stats)
+                else:
+                    take_step(target, drafter, rule, state, last_hidden, stats)
 
     if streamer is not None:
         streamer.end()
@@ -153,7 +156,7 @@ def take_step(
 ) -> None:
     """One step of all rows: draft, verify, keep."""
     with stats.phase("draft"):
-        drafted = state.draft(drafter)
+        drafted = None if _goes_alone(state, drafter) else state.draft(drafter)
         tree = TokenTree.root_only(state.roots_B) if drafted is None else drafted
     started = time.perf_counter()
     with stats.phase("target"):
@@ -175,6 +178,15 @@ def take_step(
             # What every token takes is no reason to commit fewer of them.
             seconds -= (walked - verified) * (1 - 1 / max(map(len, paths)))
         drafter.learn_seconds(tree.num_nodes - 1, seconds)
+
+
+def _goes_alone(state: DecodingState, drafter: Drafter) -> bool:
+    """Whether the next step is without drafts, which the drafter is told."""
+    rule, depth = state.position_rule, drafter.num_nodes - 1
+    if rule is None or not rule.reads_alone(state.lengths, state.padding, depth):
+        return False
+    drafter.rest(state)
+    return True
 
 
 def _sequences(prompt_BT: Tensor, rows: list[Row], config: GenerationConfig) -> Tensor:

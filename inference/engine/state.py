@@ -24,6 +24,7 @@ from medusa_heads.inference.engine.noise import Noise
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.target.attention import TreeMask, additive, slots_from
 from medusa_heads.target.cache import RowCache
+from medusa_heads.target.positions import PositionRule
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree
 
@@ -61,6 +62,8 @@ class DecodingState:
         self.warpers: LogitsProcessorList | None = None
         # What decides the draws, where drafters may know it.
         self.noise: Noise | None = None
+        # Where positions are others beyond a limit that the text may reach.
+        self.position_rule: PositionRule | None = None
         # The most nodes that each row's next tree may have; None where nothing limits them.
         self.room: list[int] | None = None
         self._fresh: list[tuple[Tensor, list[list[int]]]] = []
@@ -225,6 +228,7 @@ class DecodingState:
         self.lengths = self.lengths + other.lengths
         self.padding = self.padding + other.padding
         self._buffers.clear()  # of batches that may not come again
+        self.position_rule = self.position_rule or other.position_rule
         if self.last_position is not None and other.last_position is not None:
             self.last_position = max(self.last_position, other.last_position)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -11,12 +10,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from medusa_heads.inference.acceptance import RULES, make_rule
 from medusa_heads.inference.drafters.base import Drafter
@@ -34,6 +28,7 @@ from medusa_heads.inference.models.compiling import (
     usual_target,
 )
 from medusa_heads.inference.models.late_compiling import LateCompiling
+from medusa_heads.inference.models.stop_strings import with_stop_strings
 from medusa_heads.target.graphs.captured import CapturedTarget, as_it_is
 from medusa_heads.target.graphs.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
@@ -43,6 +38,9 @@ if TYPE_CHECKING:  # heavy to import
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
     from medusa_heads.inference.endpoint.server import Server
+
+
+_NOT_IN_STEP = "tree decoding does not keep sharded processes in step: gather first"
 
 
 class EngineOptions(TypedDict, total=False):
@@ -170,18 +168,12 @@ class AssistedModel(ABC):
         if assistant_model is not None:
             raise ValueError("drafts come from elsewhere here: leave assistant_model out")
         model: Any = self.target.model
+        if kwargs.pop("synced_gpus", None):  # of which generate() says nothing to `decode`
+            raise ValueError(_NOT_IN_STEP)
+        configs = generation_config, model.generation_config
         # generate() hands neither streamer nor tokenizer to a custom decoding method: the one is
         # bound below, the other is needed for stop strings alone.
-        config = generation_config or model.generation_config
-        strings = kwargs.pop("stop_strings", config.stop_strings)
-        if strings:
-            if tokenizer is None:
-                raise ValueError("stop_strings need the tokenizer: pass tokenizer= as well")
-            stopping_criteria = StoppingCriteriaList(stopping_criteria or [])
-            stopping_criteria.append(StopStringCriteria(tokenizer, strings))
-            if config.stop_strings:
-                generation_config = copy.deepcopy(config)
-                generation_config.stop_strings = None
+        stopping_criteria = with_stop_strings(stopping_criteria, tokenizer, configs, kwargs)
         return model.generate(
             inputs,
             generation_config=generation_config,
@@ -209,7 +201,7 @@ class AssistedModel(ABC):
             ValueError: called through another model than this one's target.
         """
         if synced_gpus:
-            raise ValueError("tree decoding does not keep sharded processes in step: gather first")
+            raise ValueError(_NOT_IN_STEP)
         if model is not self.target.model:
             raise ValueError(
                 "this decoder is attached to another model: call generate() on its own target"

@@ -17,13 +17,13 @@ from tests.conftest import Refused
 HEADS, DRAFT = ["{}/heads"], ["{}/target", "--draft_model", "{}/target"]
 ALONE = ["{}/target", "--drafter"]
 DRAFTING = [
-    ([*HEADS, "--tree", "recycling:64"], "tree must be auto, none"),
-    ([*HEADS, "--tree", "recycling:0"], "tree must be auto, none"),
+    ([*HEADS, "--tree", "recycling:64"], "tree must be auto, fastest, none"),
+    ([*HEADS, "--tree", "recycling:0"], "tree must be auto, fastest, none"),
     ([*HEADS, "--tree", "none+suffix"], "leaves the heads nothing to draft"),
     ([*HEADS, "--tree", "nowhere.json"], "expected a JSON list of rank paths at 'nowhere.json'"),
     ([*HEADS, "--tree", "16:3"], "got '16:3'"),
     ([*HEADS, "--tree", "chain", "--corpus", "{}"], "continued by the trees auto, N+suffix"),
-    ([*HEADS, "--tree", "bla"], "tree must be auto, none"),
+    ([*HEADS, "--tree", "bla"], "tree must be auto, fastest, none"),
     ([*DRAFT, "--tree", "bla"], "a draft model's tree must be auto"),
     ([*ALONE, "auto", "--tree", "bla"], "a tree is of heads or a draft model"),
     ([*ALONE, "bla"], "drafter must be one of"),
@@ -56,12 +56,12 @@ TEXT = [
     ([*DRAFT, "--compile_late"], "say compile=True or leave it out"),
 ]
 METHODS = [
-    (["heads:recycling:64"], "tree must be auto, none"),
+    (["heads:recycling:64"], "tree must be auto, fastest, none"),
     (["heads:8+corpus"], "a corpus is continued by auto"),
     (["draft-model:bushy"], "a draft model's tree must be auto"),
     (["recycling:64"], "recycling:N drafts 1 to 63 tokens, got 64"),
     (["recycling:0+compile"], "recycling:N drafts 1 to 63 tokens, got 0"),
-    (["heads", "--tree", "recycling:0"], "tree must be auto, none"),
+    (["heads", "--tree", "recycling:0"], "tree must be auto, fastest, none"),
 ]
 CASES = [
     *(("generate", [*flags, "--prompt", "x"], said) for flags, said in DRAFTING + TEXT),

@@ -12,8 +12,6 @@ from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import (
     GenerationConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
     LogitsProcessor,
     LogitsProcessorList,
     MaxTimeCriteria,
@@ -220,23 +218,35 @@ def test_stop_strings(medusa: MedusaModel, as_config: bool) -> None:
         medusa.generate(**INPUTS, **options)
 
 
-def test_drafts_never_look_beyond_the_context() -> None:
-    """Learned positions end with the context: a tree near its end must not ask for more."""
-    config = GPT2Config(
-        vocab_size=24, n_embd=32, n_layer=2, n_head=2, n_positions=64, eos_token_id=None
-    )
-    torch.manual_seed(0)
-    model: Any = GPT2LMHeadModel(config).eval()
-    model.generation_config.pad_token_id = 0
-    heads = MedusaHeads.from_target(model, HeadsConfig(num_heads=3))
-    near_end = MedusaModel(model, heads, tree="cartesian:2,2,2")
-    ids = torch.randint(1, 24, (2, 50), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    mask[1, :7] = 0
-    for rows in (1, 2):
-        inputs: Any = {"attention_mask": mask[:rows], "max_new_tokens": 14, "do_sample": False}
-        got: Any = near_end.generate(ids[:rows] * mask[:rows], **inputs)
-        assert torch.equal(got, model.generate(ids[:rows] * mask[:rows], **inputs))
+def test_stop_strings_of_the_models_own_configuration(
+    medusa: MedusaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, options = letters(), dict[str, Any](max_new_tokens=40, do_sample=False)
+    free = plain(medusa, **options)
+    own: Any = medusa.target.model.generation_config
+    monkeypatch.setattr(own, "stop_strings", [tokenizer.decode(free[0, 21:24])])
+    asks: list[dict[str, Any]] = [{}, {"generation_config": GenerationConfig(**options)}]
+    asks += [{"stop_strings": [tokenizer.decode(free[0, 15:18])]}, {"stop_strings": None}]
+    lengths = set()
+    for ask in asks:
+        given = {"tokenizer": tokenizer, **(ask if "generation_config" in ask else options | ask)}
+        expected = plain(medusa, **given)
+        got: Any = medusa.generate(**INPUTS, **given)
+        assert torch.equal(got, expected)
+        lengths.add(len(expected[0]))
+    assert len(lengths) == 3  # as the model says, as the call says, and none
+
+
+def test_what_generate_would_take_is_refused_by_name(medusa: MedusaModel) -> None:
+    own: dict[str, dict[str, Any]] = {
+        "token_healing": {"token_healing": True, "tokenizer": letters()},
+        "sharded processes": {"synced_gpus": True},
+        "assistant_early_exit": {"assistant_early_exit": 1},
+        "output_router_logits": {"output_router_logits": True},
+    }
+    for name, options in own.items():
+        with pytest.raises(ValueError, match=name):
+            medusa.generate(**INPUTS, max_new_tokens=3, **options)
 
 
 def test_a_processor_that_runs_the_model_itself(medusa: MedusaModel) -> None:

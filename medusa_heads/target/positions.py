@@ -1,0 +1,120 @@
+"""What becomes of a target's positions in texts longer than it was trained on.
+
+Some rules that turn positions go by the longest one of a forward, whatever else is read in it: a
+draft beyond their limit would turn the tokens before it, too. And learnt positions have an end,
+which drafts may be beyond where the text is not.
+
+Sources: transformers' `dynamic_rope_update`; "dynamic" is NTK-aware scaling, "longrope" is of Ding
+et al. 2024, arXiv:2402.13753.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from torch import nn
+from transformers import GenerationMixin
+
+from medusa_heads.errors import UnsupportedArchitecture
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_TWO_RULES, _FIRST = "longrope", "original_max_position_embeddings"
+_SPARE = 2  # entries that a table of positions may have besides
+
+
+class PositionRule(NamedTuple):
+    """Of a target whose positions are others beyond a limit.
+
+    Attributes:
+        limit: tokens of a text that have usual positions.
+        beyond: whether one way serves all longer texts, each length has a way of its own, or there
+            are none.
+        reads_again: whether the model reads its whole text again when that becomes longer.
+    """
+
+    limit: int
+    beyond: Literal["one", "each", "none"]
+    reads_again: bool = False
+
+    def reads_alone(self, slots: Sequence[int], padding: Sequence[int], depth: int) -> bool:
+        """Whether the newest tokens of some rows, which stand at these slots behind so much
+        padding, can only be read without drafts of such a depth behind them."""
+        for slot, before in zip(slots, padding, strict=True):
+            position = slot - before
+            if self.reads_again and slot < self.limit <= slot + depth:
+                return True
+            if position + depth >= self.limit and (self.beyond != "one" or position < self.limit):
+                return True
+        return False
+
+    def is_read_again(self, slots: Sequence[int]) -> bool:
+        """Whether a whole text is read where its newest token stands at this slot."""
+        return self.reads_again and self.limit in slots
+
+    def of_texts(
+        self, max_length: int | None, length: int, padding: Sequence[int], among: int
+    ) -> PositionRule | None:
+        """The same for prompts of one length that are decoded to another one at most; None where
+        it plays no part.
+
+        Args:
+            among: how many rows they may come to be decoded with, themselves included.
+
+        Raises:
+            UnsupportedArchitecture: rows that do not advance in step would change one another.
+        """
+        if max_length is not None and max_length <= self.limit:
+            return None
+        if self.beyond == "one" and among == len(padding) and length - max(padding) > self.limit:
+            return None
+        if among > 1 and self.beyond != "none":
+            raise self.refusal("for all rows of a batch at once", "decode one sequence at a time")
+        return self
+
+    def refusal(self, how: str, otherwise: str) -> UnsupportedArchitecture:
+        """Of texts beyond the limit."""
+        return UnsupportedArchitecture(
+            f"texts of more than {self.limit} tokens turn their positions in another way, {how}",
+            f"give a max_length of at most {self.limit}, or {otherwise}",
+        )
+
+
+def position_rule(model: PreTrainedModel) -> PositionRule | None:
+    """That of a model; None where its positions go on as they began."""
+    limits, varies, turns = set[int](), False, False
+    for module in model.modules():
+        turns |= hasattr(module, "inv_freq")
+        kinds: Any = getattr(module, "rope_type", None)
+        for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            if isinstance(kind, str) and (limit := _limit(module, layer_type, kind)):
+                limits.add(limit)
+                varies |= kind != _TWO_RULES
+    if not limits:
+        return None if turns else _learnt(model)
+    usual = GenerationMixin.prepare_inputs_for_generation
+    own = getattr(type(model), usual.__name__) is not usual
+    reads_again = own and hasattr(model.config, _FIRST)
+    return PositionRule(min(limits), "each" if varies or len(limits) > 1 else "one", reads_again)
+
+
+def _limit(module: Any, layer_type: str | None, kind: str) -> int | None:
+    if kind == _TWO_RULES:
+        rope = module.config.rope_parameters
+        return int((rope if layer_type is None else rope[layer_type])[_FIRST])
+    return int(module.original_max_seq_len) if "dynamic" in kind else None
+
+
+def _learnt(model: PreTrainedModel) -> PositionRule | None:
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 1:
+        return None
+    of_tokens = model.get_input_embeddings()
+    for module in model.modules():
+        if not isinstance(module, nn.Embedding) or module is of_tokens:
+            continue
+        if 0 <= module.num_embeddings - limit <= _SPARE:
+            return PositionRule(limit, "none")
+    return None
