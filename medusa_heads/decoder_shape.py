@@ -11,6 +11,10 @@ from medusa_heads.settings import MOST, one_of, sizes, switches
 
 _RULES_OF_POSITIONS = ("default", "linear", "llama3", "yarn")
 _LONGEST = "original_max_position_embeddings"  # what two of them go by
+_NUMBERS = (
+    *("rope_theta", "factor", _LONGEST, "low_freq_factor", "high_freq_factor", "beta_fast"),
+    *("beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+)
 _SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
 
 _Shape = TypeVar("_Shape", bound="LayerShape")
@@ -70,10 +74,12 @@ class LayerShape:
                 "rope_parameters turn a part of each head alone (partial_rotary_factor), which "
                 "layers here do not"
             )
-        for name in ("rope_theta", "factor", _LONGEST):  # else positions turn by no number
-            number: Any = rope.get(name)
-            plain = type(number) in (int, float) and 0 < number < math.inf
-            if number is not None and not plain:
+        for name, number in rope.items():  # else positions turn by no number
+            is_number = type(number) in (int, float)
+            if number is None or not (is_number or name in _NUMBERS):
+                continue
+            unsaid = number == 0 and name.startswith("mscale")  # as transformers reads it
+            if not unsaid and not (is_number and 0 < number < math.inf):
                 raise ValueError(
                     f"rope_parameters: {name} must be a positive number, got {number!r}"
                 )

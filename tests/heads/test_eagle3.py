@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ GROUPED = DecoderShape(
     norm_before_residual=False,
     attention_bias=True,
 )
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
 SHAPES = {"usual": None, "grouped": GROUPED}
 
 
@@ -249,6 +251,14 @@ def test_what_does_not_go_together_is_refused(config: dict[str, Any], expected: 
         ({"rope_parameters": 3}, "must name a rope_type among"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "rope_theta must be"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor must be a positive"),
+        ({"rope_parameters": YARN | {"attention_factor": "1.0"}}, "attention_factor must be a p"),
+        ({"rope_parameters": YARN | {"attention_factor": math.nan}}, "factor must be .*, got nan"),
+        ({"rope_parameters": YARN | {"low_freq_factor": math.nan}}, "low_freq_factor must be a p"),
+        ({"rope_parameters": YARN | {"high_freq_factor": math.inf}}, "high_freq_factor must be a"),
+        ({"rope_parameters": YARN | {"high_freq_factor": -1}}, "high_freq_factor must be a positi"),
+        ({"rope_parameters": YARN | {"beta_fast": True}}, "beta_fast must be a positive number"),
+        ({"rope_parameters": YARN | {"mscale": -1.0}}, "mscale must be a positive number"),
+        ({"rope_parameters": YARN | {"unheard_of": math.nan}}, "unheard_of must be a positive nu"),
         (
             {"rope_parameters": {"rope_type": "yarn", "factor": 2}},
             "must have original_max_position",
@@ -267,6 +277,12 @@ def test_shapes_that_are_none(changed: dict[str, Any], expected: str) -> None:
     config["decoder"] = {"num_attention_heads": 2}
     with pytest.raises(ValueError, match=r"lacks \['num_key_value_heads', 'head_dim'"):
         HeadsConfig.from_dict(config)
+
+
+def test_numbers_of_positions_that_are_not_said() -> None:
+    unsaid = {"attention_factor": None, "mscale": 0, "mscale_all_dim": 0.0, "truncate": False}
+    shape = replace(GROUPED, rope_parameters=YARN | unsaid)
+    assert shape.rope_parameters == YARN | unsaid
 
 
 def test_a_rule_of_positions_that_lacks_something(tiny_llama: TinyLlama) -> None:

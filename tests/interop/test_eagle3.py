@@ -187,7 +187,7 @@ ROPE = {
         (
             {"rope_scaling": ROPE | {"low_freq_factor": "x"}},
             {},
-            "say no positions: Class validation",
+            "low_freq_factor must be a positive number, got 'x'",
         ),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, {}, "must have original_max_position"),
         ({"rope_scaling": ROPE | {"partial_rotary_factor": 0.5}}, {}, "turn a part of each head"),

@@ -71,6 +71,7 @@ def test_the_chain_of_a_target_that_verifies_no_tree(
         (["{}/heads", "--context", "0"], "at least 1"),
         (["{}/heads", "--batch-size", "0"], "at least 1"),
         (["{}/heads", "--write", "{}/no/tree.json"], "expected a folder at"),
+        (["{}/heads", "--write", "{}/target"], "found a folder: choose another"),
         (["{}/heads", "--context", "8", "16", "--write", "x.json"], "give one --context"),
         (["{}/heads", "--dtype", "int3"], "invalid choice: 'int3'"),
         (["{}/heads", "--refrsh"], "did you mean '--refresh'"),
