@@ -42,6 +42,10 @@ def tune(arguments: TuneArguments) -> None:
         raise ValueError(f"expected a folder at {str(Path(arguments.write).parent)!r}, found none")
     if arguments.write is not None:
         check_folder(Path(arguments.write).parent)
+        if Path(arguments.write).is_dir():
+            raise ValueError(
+                f"expected a file to write at {arguments.write!r}, found a folder: choose another"
+            )
     from rich.console import Console
 
     model, most = load_measured_model(arguments, arguments.context, "tree")
