@@ -25,6 +25,15 @@ def wanted_revision(name: str | os.PathLike[str], revision: str | None) -> str |
     return named or revision
 
 
+def refuse_revision(name: str | os.PathLike[str], revision: str | None) -> None:
+    """Raises ValueError where a revision is given of what is no repository of a hub."""
+    if revision is not None:
+        raise ValueError(
+            f"a revision ({revision!r}) is of a repository as user/name, and {os.fspath(name)!r} "
+            "is none: leave it out"
+        )
+
+
 def is_repo_id(name: str) -> bool:
     """Whether a hub could have a repository of this name; one without a user is not looked for."""
     return name.count("/") == 1 and could_be_on_hub(name)

@@ -21,7 +21,13 @@ from medusa_heads.checkpoint.stored_heads import read_sidecar
 from medusa_heads.contents import SIDECAR_FILE
 from medusa_heads.files import check_folder, expanded, refuse_link, remove_leftovers
 from medusa_heads.hub.folder import own_files
-from medusa_heads.hub.names import check_repo_id, is_repo_id, split_revision, wanted_revision
+from medusa_heads.hub.names import (
+    check_repo_id,
+    is_repo_id,
+    refuse_revision,
+    split_revision,
+    wanted_revision,
+)
 from medusa_heads.hub.talking import check_token, in_one_sentence
 
 
@@ -41,11 +47,7 @@ def find_checkpoint(
     folder = expanded(name)
     repo_id, _ = split_revision(name)
     if folder.exists() or not is_repo_id(repo_id):
-        if revision is not None:
-            raise ValueError(
-                f"a revision ({revision!r}) is of a repository as user/name, and {str(name)!r} is "
-                "none: leave it out"
-            )
+        refuse_revision(name, revision)
         read_sidecar(folder)  # refuses what is no checkpoint
         return folder
     revision = wanted_revision(name, revision)

@@ -23,6 +23,8 @@ from medusa_heads.checkpoint.stored_heads import (
     write_stored,
 )
 from medusa_heads.config import HeadsConfig
+from medusa_heads.files import expanded
+from medusa_heads.hub.names import refuse_revision
 from medusa_heads.interop import ReadFormat, eagle3
 from medusa_heads.interop.block import ASSISTANT_TYPE, check_assistant
 from medusa_heads.interop.formats import DECODERS, FORMATS, Layout, find
@@ -72,7 +74,8 @@ def convert_heads(
 ) -> Converted:
     """Write heads that another project stored as a checkpoint folder, bit for bit the same values.
     Raises ValueError: an unknown layout, tensors missing, surplus, ill-fitting, quantised or not
-    finite, or a target they cannot belong to; OSError: `out` cannot be written.
+    finite, a target they cannot belong to, or a revision of what lies on this machine; OSError:
+    `out` cannot be written.
 
     Args:
         source: a file, a folder, or a repository of the hub, of which `revision` is taken.
@@ -86,6 +89,8 @@ def convert_heads(
     folder = empty_folder(out)
     if source_format is not None and source_format not in FORMATS:
         raise ValueError(f"expected a layout among {', '.join(FORMATS)}, got {source_format!r}")
+    if expanded(source).exists():
+        refuse_revision(source, revision)
     found = open_source(os.fspath(source), revision=revision)
     if found.find(SIDECAR_FILE) is not None:
         raise ValueError(
