@@ -5,6 +5,7 @@ What is not named here stays at home: a user's own notes, folders, names of data
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -125,7 +126,9 @@ def published_story(story: Mapping[str, Any]) -> dict[str, Any]:
             told[section] = {
                 name: given[name]
                 for name in names
-                if name in given and isinstance(given[name], int | float | None)
+                if name in given
+                and isinstance(given[name], int | float | None)
+                and _is_setting(given[name])
             }
     data, origin = story.get("data"), story.get("converted_from")
     if isinstance(data, Mapping) and data.get("dataset"):
@@ -171,6 +174,8 @@ def _settings(value: Any) -> Any:
 
 
 def _is_setting(value: Any) -> bool:
+    if isinstance(value, float) and not math.isfinite(value):  # JSON has no word for it
+        return False
     return not isinstance(value, str) or (bool(_WORD.fullmatch(value)) and not shows_secret(value))
 
 

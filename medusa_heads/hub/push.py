@@ -92,8 +92,8 @@ def prepare_push(
     card = texts.pop(CARD_FILE, None)
     for name, kept in texts.items():
         text = texts[name] = published(name, kept, stored, target, revision)
+        written = text if isinstance(text, str) else _json(found[name], text)
         if text != kept:
-            written = text if isinstance(text, str) else json.dumps(text, indent=2) + "\n"
             files[name] = written.encode()
     files |= {name: content.encode() for name, content in CUSTOM_GENERATE.items()}
     kept_card = f"{str(folder / CARD_FILE)!r} is kept as it is written"
@@ -120,6 +120,18 @@ def _content(name: str, path: Path) -> Any:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"expected text at {str(path)!r}: {error}") from error
+
+
+def _json(path: Path, content: Any) -> str:
+    """Of a file's published content. Raises ValueError: it holds numbers that JSON has not, which
+    other readers would stumble over."""
+    try:
+        return json.dumps(content, indent=2, allow_nan=False) + "\n"
+    except ValueError:
+        raise ValueError(
+            f"{str(path)!r} holds NaN or an infinite number, which is no JSON: correct the "
+            "number, or make the file anew"
+        ) from None
 
 
 def _check_parts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,23 @@ def test_what_is_told_of_how_heads_came_to_be() -> None:
     assert published_story({"converted_from": origin}) == {
         "converted_from": {"format": "vllm", "source": "local data"}
     }
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_no_json_are_not_told(
+    number: float, checkpoint: Path, tmp_path: Path
+) -> None:
+    story = {"loss": {"weight": number, "terms": ["ce"]}, "data": {"max_length": number}}
+    told = published_story(story | {"training_arguments": {"adam_betas": [0.9, number]}})
+    assert told == {
+        "loss": {"terms": ["ce"]},
+        "data": {},
+        "training_arguments": {"adam_betas": [0.9]},
+    }
+    write_report(checkpoint, by_hand())
+    change(checkpoint / "report.json", calibration=number)
+    with pytest.raises(ValueError, match=r"report.json' holds NaN or an infinite number"):
+        pushed(checkpoint)
 
 
 def test_nothing_private_is_in_any_file(checkpoint: Path) -> None:
