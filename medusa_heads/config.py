@@ -208,7 +208,7 @@ class HeadsConfig:
         return 0 if self.kind in _SHAPES else self.num_layers
 
     @property
-    def served_as(self) -> str | None:
+    def served_as(self) -> Literal["dspark", "dflash", "eagle3"] | None:
         """What engines call layers such as these heads have; None where they hold none such."""
         if self.kind == "block" and self.features:
             return "dspark" if self.correction_rank else "dflash"

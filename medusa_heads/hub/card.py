@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_heads.checkpoint.files import BENCHMARK_FILE, PICTURES, REPORT_FILE, VOCAB_MATRIX_FILE
+from medusa_heads.checkpoint.stored_heads import StoredHeads
 from medusa_heads.config import HeadsConfig, head_offset
 from medusa_heads.contents import SIDECAR_FILE
 from medusa_heads.hub.published import LOCAL_DATA, is_published
@@ -22,13 +23,18 @@ _SPEEDS = {"setting": "{setting}", **SPEEDS, "same text": "{identical:.0%}"}
 
 
 def make_card(
-    repo_id: str, texts: Mapping[str, Any], files: Collection[str], *, license: str | None = None
+    repo_id: str,
+    stored: StoredHeads,
+    texts: Mapping[str, Any],
+    files: Collection[str],
+    *,
+    license: str | None = None,
 ) -> str:
     """The README.md of a repository of heads, with its metadata in front: of what the checkpoint's
-    JSON files hold, by name, and of the names of all files that stand beside it. Raises ValueError:
-    a report is damaged, or of another version."""
+    JSON files hold, as they are published, by name, and of the names of all files that stand beside
+    it. Raises ValueError: a report is damaged, or of another version."""
     sidecar, report = texts[SIDECAR_FILE], texts.get(REPORT_FILE)
-    config = HeadsConfig.from_dict(sidecar["heads"])
+    config = stored.config
     with_matrix = VOCAB_MATRIX_FILE in files
     if report is not None and report.get("report_version") != REPORT_VERSION:
         raise ValueError(
@@ -53,7 +59,7 @@ def make_card(
         *(f"![{Path(name).stem.replace('_', ' ')}]({name})" for name in PICTURES if name in files),
         *loading(repo_id, sidecar),
         "## Other engines",
-        *engines(repo_id, config, sidecar, with_matrix),
+        *engines(repo_id, stored, sidecar, with_matrix),
         *training,
     ]
     return "\n\n".join(parts) + "\n"

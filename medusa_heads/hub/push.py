@@ -98,7 +98,7 @@ def prepare_push(
     files |= {name: content.encode() for name, content in CUSTOM_GENERATE.items()}
     kept_card = f"{str(folder / CARD_FILE)!r} is kept as it is written"
     if card is None or is_generated(card):
-        files[CARD_FILE] = make_card(repo_id, texts, files, license=license).encode()
+        files[CARD_FILE] = make_card(repo_id, stored, texts, files, license=license).encode()
     elif license is not None:
         raise ValueError(
             f"{kept_card}, so license has no place: write it there, or remove the file to have one "

@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from medusa_heads.config import HeadsConfig
+from medusa_heads.checkpoint.stored_heads import StoredHeads
+from medusa_heads.interop import WrittenFormat
+from medusa_heads.interop.fits import check_fits
 
 
 def loading(repo_id: str, sidecar: Mapping[str, Any]) -> list[str]:
@@ -48,20 +50,23 @@ target.generate(
 
 
 def engines(
-    repo_id: str, config: HeadsConfig, sidecar: Mapping[str, Any], with_matrix: bool
+    repo_id: str, stored: StoredHeads, sidecar: Mapping[str, Any], with_matrix: bool
 ) -> list[str]:
     """By vLLM and TGI, or why they cannot hold the heads."""
-    why, method = None, config.served_as
+    config, method = stored.config, stored.config.served_as
+    why = None
     if method and not sidecar.get("adapter"):
-        return [
-            f"vLLM drafts a chain with them by its own `{method}`, from files that it reads:",
-            f"""```bash
+        why = _why_not(stored, method)
+        if why is None:
+            return [
+                f"vLLM drafts a chain with them by its own `{method}`, from files that it reads:",
+                f"""```bash
 medusa-heads export {repo_id} heads-{method} --to {method}
 vllm serve {sidecar["target"]["name_or_path"]} --speculative-config '{{"method": "{method}", \
 "model": "heads-{method}", "num_speculative_tokens": {config.num_heads}}}'
 ```""",
-        ]
-    if config.kind == "hydra":
+            ]
+    elif config.kind == "hydra":
         why = f"their kind is `{config.kind}`, whose heads also see the tokens drafted before"
     elif config.reads_text:
         why = "a layer of theirs attends over the text so far"
@@ -92,6 +97,9 @@ vllm serve {base_model} --speculative-config '{{"method": "custom_class", \
         return [*plugin, why]
     if config.correction_rank is not None:
         return [*plugin, "TGI cannot hold them: the token before corrects what they say."]
+    if stored.has_vocab_bias:
+        why = "the heads' vocabulary matrices have biases"
+        return [*plugin, f"vLLM 0.32 and TGI cannot hold them: {why}."]
     own = config.vocab_matrix == "own"
     as_it_is = own or with_matrix
     export = "" if as_it_is else f"medusa-heads export {repo_id} heads-vllm --to vllm\n"
@@ -111,3 +119,12 @@ vllm serve {base_model} --speculative-config '{{"method": "custom_class", \
         *plugin,
         *tgi,
     ]
+
+
+def _why_not(stored: StoredHeads, to: WrittenFormat) -> str | None:
+    """What `export` says of heads that the layout cannot hold; None of those that it can."""
+    try:
+        check_fits(stored, to)
+    except ValueError as error:
+        return str(error)
+    return None

@@ -1,11 +1,13 @@
-"""Heads on their way to another engine: what it can hold of them, and the files that it reads.
+"""Heads on their way to another engine: the files that it reads.
 
 Shapes: D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,32 +19,11 @@ from torch import Tensor
 from medusa_heads.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, write_json
 from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS, StoredHeads
 from medusa_heads.checkpoint.tensor_file import write_tensors
-from medusa_heads.config import HeadsKind
-from medusa_heads.decoder_shape import BlockShape
 from medusa_heads.interop import ReadFormat, WrittenFormat, block, eagle3
+from medusa_heads.interop.fits import ENGINES, KINDS
 from medusa_heads.interop.formats import FORMATS
 from medusa_heads.interop.source import open_source
 from medusa_heads.interop.target_files import write_model
-
-ENGINES: dict[WrittenFormat, str] = {
-    "fasterdecoding": "FasterDecoding's layout",
-    "tgi": "TGI",
-    "lorax": "LoRAX",
-    "vllm": "vLLM",
-    "modelopt": "ModelOpt",
-    "eagle3": "EAGLE-3's layout",
-    "eagle3-speculators": "speculators' layout of EAGLE-3",
-    "dflash": "DFlash's layout",
-    "dspark": "DSpark's layout",
-    "transformers": "transformers' assistant",
-}
-_KINDS: dict[WrittenFormat, HeadsKind] = {
-    "eagle3": "eagle3",
-    "eagle3-speculators": "eagle3",
-    "dflash": "block",
-    "dspark": "block",
-    "transformers": "block",
-}
 
 _VLLM_NAMES = {
     r"(\d+)\.(\d+)\.linear\.(weight|bias)": r"blocks.\1.layers.\2.\3",
@@ -58,9 +39,10 @@ _Written = tuple[str, dict[str, Tensor], dict[str, Any]]
 class Outgoing:
     """Heads to be written for an engine, and what the user should know of that. `matrix_VD` gives
     the target's vocabulary matrix and `embeddings_VD` its token embeddings, or they say where to
-    get them."""
+    get them; in `place` the files will lie, which are written elsewhere first."""
 
     stored: StoredHeads
+    place: str
     matrix_VD: Callable[[], Tensor]
     embeddings_VD: Callable[[], Tensor]
     notices: list[str] = field(default_factory=list)
@@ -68,78 +50,6 @@ class Outgoing:
     def __post_init__(self) -> None:
         self.config = self.stored.config
         self.shared = self.config.vocab_matrix == "shared"
-
-    def check_fits(self, to: WrittenFormat) -> None:
-        """Raises ValueError, by name, for what an engine cannot hold: sequential heads, a prefix
-        layer, features, a vocabulary matrix with a bias, ..."""
-        config, engine = self.config, ENGINES[to]
-        kind = _KINDS.get(to, "medusa")
-        if config.kind != kind:
-            fitting = [name for name, held in _KINDS.items() if held == config.kind]
-            train = f"train kind '{kind}' for it"
-            advice = f"give --to {' or '.join(fitting)}" if fitting else train
-            raise ValueError(f"{engine} holds no {config.kind} heads: {advice}")
-        if kind != "medusa":
-            self._check_layers(to)
-            return
-        parts = {
-            "prefix layer: train without prefix_attention": config.prefix_attention,
-            "features of the target's layers: train without features": config.features,
-            "correction by the token before: train without correction_rank": config.correction_rank,
-            "bias in the heads' vocabulary matrices": self.stored.has_vocab_bias,
-        }
-        if found := [part for part, is_there in parts.items() if is_there]:
-            raise ValueError(f"{engine} holds no {found[0]}")
-        if config.draft_vocab_size is not None and not (to == "vllm" and self.shared):
-            others = "; --full_vocabulary lets them draft every token" if self.shared else ""
-            raise ValueError(
-                f"{engine} cannot hold these heads' reduced vocabulary of "
-                f"{config.draft_vocab_size} tokens{others}"
-            )
-        if to in ("tgi", "lorax") and not self.stored.target.get("name_or_path"):
-            raise ValueError(
-                f"{engine} loads the target that the heads name, and they name none: give it"
-            )
-        if to == "modelopt" and config.num_layers > 1:
-            raise ValueError(
-                "ModelOpt's checkpoints are read with one block a head, and these heads have "
-                f"{config.num_layers}: train num_layers 1 for it"
-            )
-
-    def _check_layers(self, to: WrittenFormat) -> None:
-        """Raises ValueError, by name, for what a layout of decoder layers cannot hold."""
-        config, engine = self.config, ENGINES[to]
-        if self.stored.has_vocab_bias:
-            raise ValueError(f"{engine} holds no bias in the vocabulary matrix")
-        if to != "eagle3" and config.features is None:
-            raise ValueError(
-                f"{engine} holds layers that read features, and these read the target's last "
-                "hidden state: train with features"
-            )
-        if config.kind != "block":
-            return
-        if (to == "dspark") != (config.correction_rank is not None):
-            what, other = ("no", "dflash") if to == "dspark" else ("a", "dspark")
-            raise ValueError(
-                f"these heads have {what} correction by the token before: give --to {other}"
-            )
-        shape = config.decoder
-        assert isinstance(shape, BlockShape)
-        if to != "dspark" and shape.sample_from_anchor:
-            raise ValueError(
-                "DFlash drafts nothing from the last known token's query, and these heads do "
-                "(sample_from_anchor): train with a correction_rank, and give --to dspark"
-            )
-        if to == "transformers" and config.draft_vocab_size is not None:
-            raise ValueError(
-                f"{engine} drafts every token of the target's vocabulary, and these heads a part: "
-                "give --full_vocabulary"
-            )
-        if not self.shared and config.draft_vocab_size is None:
-            raise ValueError(
-                f"{engine} reads the target's own vocabulary matrix in place of a whole one: train "
-                "vocab_matrix 'shared' for it"
-            )
 
     def with_own_matrices(self) -> dict[str, Tensor]:
         """The heads' tensors, each head with a vocabulary matrix: a copy of what they share."""
@@ -182,7 +92,7 @@ class Outgoing:
         if to == "modelopt":
             self._write_whole_model(folder)
             return
-        if to in _KINDS:
+        if to in KINDS:
             self._write_layers(folder, to)
             return
         file, tensors, config = self._of_vllm() if to == "vllm" else self._of_fasterdecoding(to)
@@ -223,14 +133,13 @@ class Outgoing:
         if to == "transformers":
             self.notices.append(
                 "draft with it: target.generate(.., speculation_type='dflash', assistant_model="
-                f"AutoModel.from_pretrained({folder.name!r})), one text at a time"
+                f"AutoModel.from_pretrained({self.place!r})), one text at a time"
             )
             return
-        method = to.removesuffix("-speculators")
-        self.notices.append(
-            f'serve it with vLLM: --speculative-config \'{{"method": "{method}", "model": '
-            f'"{folder.name}", "num_speculative_tokens": {self.config.num_heads}}}\''
-        )
+        said: dict[str, Any] = {"method": to.removesuffix("-speculators"), "model": self.place}
+        said["num_speculative_tokens"] = self.config.num_heads
+        flag = shlex.quote(json.dumps(said, ensure_ascii=False))
+        self.notices.append(f"serve it with vLLM: --speculative-config {flag}")
 
     def _of_fasterdecoding(self, to: WrittenFormat) -> _Written:
         """v0.1 in the pickled file that its own code reads, heads that share a matrix as v2; for

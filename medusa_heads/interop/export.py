@@ -24,7 +24,8 @@ from medusa_heads.files import expanded
 from medusa_heads.hub.pull import find_checkpoint
 from medusa_heads.interop import WrittenFormat
 from medusa_heads.interop.block import check_assistant
-from medusa_heads.interop.engines import ENGINES, Outgoing
+from medusa_heads.interop.engines import Outgoing
+from medusa_heads.interop.fits import ENGINES, check_fits
 from medusa_heads.interop.source import open_source
 from medusa_heads.interop.target_files import (
     TargetVocabulary,
@@ -85,12 +86,13 @@ def export_heads(
         stored = replace(stored, target=known.target)
     outgoing = Outgoing(
         stored,
+        str(expanded(out)),
         lambda: _matrix(heads, stored, known),
         lambda: (known or _named_target(stored)).embeddings_VD(),
     )
     if full_vocabulary:
         outgoing = outgoing.over_full_vocabulary()
-    outgoing.check_fits(to)
+    check_fits(outgoing.stored, to)
     if to == "transformers":
         check_assistant((known or _named_target(stored)).model, stored.config)
     with staged(folder) as made:

@@ -15,11 +15,15 @@ from medusa_heads import HeadsConfig, TargetModel
 from medusa_heads.checkpoint import files
 from medusa_heads.checkpoint.adapter import quiet_peft
 from medusa_heads.checkpoint.checkpoint import save_heads
+from medusa_heads.checkpoint.stored_heads import read_stored
+from medusa_heads.decoder_shape import BlockShape
 from medusa_heads.heads import frequent_tokens, new_heads
 from medusa_heads.hub.card import MARK
 from medusa_heads.hub.push import prepare_push
 from medusa_heads.inference.bench.report import JSON_FILE as BENCHMARK_JSON
 from medusa_heads.inference.bench.report import PNG_FILE as BENCHMARK_PNG
+from medusa_heads.interop import WrittenFormat
+from medusa_heads.interop.fits import check_fits
 from medusa_heads.training.measure.report import (
     JSON_FILE,
     MARKDOWN_FILE,
@@ -28,6 +32,8 @@ from medusa_heads.training.measure.report import (
 )
 from tests.conftest import TinyLlama
 from tests.training.measure.test_report import by_hand
+
+BLOCK = BlockShape(2, 2, 8, 48, mask_token_id=3)
 
 
 @pytest.fixture(autouse=True)
@@ -207,6 +213,45 @@ def test_blocks_say_how_vllm_reads_them(
         save_heads(tmp_path, new_heads(target, config), target), base_model="alice/target"
     )
     assert f"medusa-heads export alice/heads heads-{method} --to {method}" in card
+
+
+@pytest.mark.parametrize(
+    ("config", "bias", "to", "why"),
+    [
+        (
+            {"kind": "block", "features": [0], "correction_rank": 4, "vocab_matrix": "own"},
+            False,
+            "dspark",
+            "in place of a whole one",
+        ),
+        (
+            {"kind": "block", "features": [0], "decoder": BLOCK},
+            False,
+            "dflash",
+            "drafts nothing from the last known token's query",
+        ),
+        ({"kind": "eagle3", "vocab_matrix": "own"}, True, "eagle3", "holds no bias"),
+        ({"vocab_matrix": "own"}, True, "vllm", "matrices have biases"),
+    ],
+    ids=str,
+)
+def test_what_export_refuses_is_no_advice(
+    target: TargetModel,
+    tmp_path: Path,
+    config: dict[str, Any],
+    bias: bool,
+    to: WrittenFormat,
+    why: str,
+) -> None:
+    heads = new_heads(target, HeadsConfig(num_heads=2, **config))
+    heads.set_vocab_bias(bias)
+    folder = save_heads(tmp_path / "heads", heads, target)
+    with pytest.raises(ValueError):
+        check_fits(read_stored(folder), to)
+    card = card_of(folder, base_model="alice/target")
+    assert f"--to {to}\n" not in card and '"method": "medusa"' not in card
+    assert "TGI cannot hold" in card and "text-generation-launcher" not in card
+    assert why in card and ("MedusaProposer" in card) == (to == "vllm")
 
 
 def test_heads_of_an_adapter_say_so_and_take_it_along(

@@ -259,7 +259,9 @@ def test_an_explicit_layout(tmp_path: Path) -> None:
 def test_a_revision_of_what_lies_here_is_refused(tmp_path: Path) -> None:
     source = layouts.fasterdecoding_pt(tmp_path / "old", native_tensors(2))
     for place in (source, source / "medusa_lm_head.pt"):
-        with pytest.raises(ValueError, match=r"a revision \('v2'\) is of a repository as user/name"):
+        with pytest.raises(
+            ValueError, match=r"a revision \('v2'\) is of a repository as user/name"
+        ):
             convert_heads(place, tmp_path / "out", revision="v2")
 
 

@@ -126,7 +126,8 @@ def test_there_and_back(tmp_path: Path, target: Path, config: dict[str, Any]) ->
             parameter.add_(torch.randn_like(parameter))
     native = save_heads(tmp_path / "native", heads, model)
     exported = export_heads(native, tmp_path / "out", "eagle3")
-    assert "eagle3" in exported.notices[-1]
+    place = f'{{"method": "eagle3", "model": "{tmp_path}/out", "num_speculative_tokens": 3}}'
+    assert exported.notices[-1].endswith(f"--speculative-config '{place}'")
     said = json.loads((exported.folder / "config.json").read_text())
     layers = config.get("features")
     assert said["eagle_config"]["use_aux_hidden_state"] == bool(layers)
