@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path, PurePath, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 from medusa_heads.checkpoint.adapter import check_adapter_config, describe_adapter
@@ -53,14 +53,20 @@ _DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz")
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+:-]{0,79}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REVISION = re.compile(r"[\w.+/-]{1,255}", re.ASCII)
-# An absolute path, or one from the home directory or above the working one, within other text.
+_PART = r"""[^\s"'`=,;:|<>()\[\]{}/\\]+"""  # of a path
+# An absolute path, or one from the home directory or above the working one, within other text; and
+# what stands behind it in a sentence or a cell, where it may go on if a folder's name holds spaces.
 _PATH = re.compile(
-    r"""(?:file://|(?<![\w:/.~\\-]))  # no part of a word, a URL or a relative path
-        (?:~[\w.-]*|\.\.|[A-Za-z]:(?=[/\\])|(?=/))
-        (?:[/\\][^\s"'`=,;:|<>()\[\]{}/\\]+)+ [/\\]?""",
+    rf"""(?:file://|(?<![\w/.~\\-]))  # no part of a word, a URL or a relative path
+        (?P<path>
+            (?:~[\w.-]*|\.\.|[A-Za-z]:(?=[/\\])|\\(?=\\{_PART}\\)|(?=/)) (?:[/\\]{_PART})+
+            (?:[ ](?!~|\.\.){_PART}(?:[/\\]{_PART})+)* [/\\]?
+        )
+        (?P<rest>(?:(?!\b(?:[A-Za-z]:[/\\]|file://))[^\n"'`=,;:|<>()\[\]{{}}])*)""",
     re.VERBOSE,
 )
-_PATH_ALONE = re.compile(r"(?:~?/|\.\./|[A-Za-z]:\\)[^\n]*$")
+_PATH_ALONE = re.compile(r"(?:~?/|\.\./|[A-Za-z]:\\|\\\\)[^\n]*$")
+_WITH_SEPARATORS = re.compile(r"(?<!\S)[^\s/\\]*[/\\]\S+")
 
 
 def published_target(
@@ -197,9 +203,13 @@ def _of_text(text: str, renamed: tuple[str, str] | None) -> str:
     before, equals, last = text.rpartition("=")
     if _PATH_ALONE.match(last):
         text = f"{before}{equals}{_last_part(last)}"
-    return _PATH.sub(lambda match: _last_part(match.group()), masked_text(text))
+    return _PATH.sub(_cut_down, masked_text(text))
+
+
+def _cut_down(found: re.Match[str]) -> str:
+    rest = _WITH_SEPARATORS.sub(lambda word: _last_part(word.group()), found["rest"])
+    return _last_part(found["path"]) + rest
 
 
 def _last_part(path: str) -> str:
-    kind = PureWindowsPath if "\\" in path else PurePath
-    return kind(path).name
+    return re.split(r"[/\\]+", path.rstrip("/\\"))[-1]
