@@ -6,7 +6,7 @@ Shapes: D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from medusa_heads.checkpoint.files import CONFIG_FILE, write_json
 from medusa_heads.checkpoint.tensor_file import write_tensors
-from medusa_heads.files import expanded
+from medusa_heads.files import expanded, read_json
 from medusa_heads.heads.vocabulary import vocabulary
 from medusa_heads.hub.folder import check_inside
 from medusa_heads.interop.source import MODEL_FILES, Source, open_source
@@ -136,9 +136,9 @@ def write_model(
     heads: Mapping[str, Tensor],
 ) -> None:
     """A model as transformers reads it: shards of the source's tensors, as it has them, and one of
-    `heads`, their index, configuration and tokenizer. One shard is held in memory at a time. Raises
-    ValueError: a tensor is damaged, or a file beside them is a link to elsewhere; OSError: the
-    folder cannot be written."""
+    `heads`, their index, configuration, tokenizer and code. One shard is held in memory at a time.
+    Raises ValueError: a tensor is damaged, or a file beside them is a link to elsewhere; OSError:
+    the folder cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
     shards: dict[Path | str | None, list[str]] = {}
     for name in (*names, *heads):
@@ -157,8 +157,39 @@ def write_model(
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     write_json(folder / MODEL_FILES[0], index)
     write_json(folder / CONFIG_FILE, config)
-    for file in BESIDE:
-        if found := source.find(file):
-            if source.folder is not None:
-                check_inside(source.folder, found)
-            (folder / file).write_bytes(found.read_bytes())
+    beside = {file: found for file in BESIDE if (found := _beside(source, file))}
+    tokenizer = beside.get("tokenizer_config.json")
+    named = [config] if tokenizer is None else [config, read_json(tokenizer)]
+    for file, found in (beside | _code(source, named)).items():
+        (folder / file).write_bytes(found.read_bytes())
+
+
+def _beside(source: Source, file: str) -> Path | None:
+    """A file as the source itself has it. Raises ValueError: it is a link to elsewhere."""
+    found = source.find(file)
+    if found is not None and source.folder is not None:
+        check_inside(source.folder, found)
+    return found
+
+
+def _code(source: Source, configs: Iterable[Mapping[str, Any]]) -> dict[str, Path]:
+    """The modules that configurations name for transformers to load, and those that they import, as
+    far as they are there: nothing of them is run."""
+    from transformers.dynamic_module_utils import get_relative_imports
+
+    wanted = [module for config in configs for module in _modules(config)]
+    found: dict[str, Path] = {}
+    while wanted:
+        file = f"{wanted.pop()}.py"
+        if file not in found and (path := _beside(source, file)):
+            found[file] = path
+            wanted += get_relative_imports(path)
+    return found
+
+
+def _modules(config: Mapping[str, Any]) -> list[str]:
+    """Those that `auto_map` names beside the model, and not in another repository."""
+    said = config.get("auto_map")
+    classes = said.values() if isinstance(said, dict) else ()
+    names = [name for each in classes for name in (each if isinstance(each, list) else [each])]
+    return [n.rpartition(".")[0] for n in names if isinstance(n, str) and "--" not in n]

@@ -1,0 +1,69 @@
+"""Whole models, taken out of ones that have heads in them: what lies beside their weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from medusa_heads.interop.convert import convert_heads
+from medusa_heads.interop.export import export_heads
+from tests.interop import layouts
+from tests.interop.layouts import native_tensors
+
+CODE = {
+    "configuration_my.py": "from transformers import LlamaConfig\n"
+    "class MyConfig(LlamaConfig):\n    model_type = 'my_llama'\n",
+    "layers_my.py": "from .sizes_my import SIZE\n",
+    "sizes_my.py": "SIZE = 1\n",
+    "modeling_my.py": "from transformers import LlamaForCausalLM\n"
+    "from .configuration_my import MyConfig\nfrom .layers_my import SIZE\n"
+    "class MyLM(LlamaForCausalLM):\n    config_class = MyConfig\n",
+    "tokenization_my.py": "",
+}
+MINE = {
+    "model_type": "my_llama",
+    "auto_map": {
+        "AutoConfig": "configuration_my.MyConfig",
+        "AutoModelForCausalLM": "modeling_my.MyLM",
+        "AutoModel": "someone/else--modeling_other.Other",
+    },
+}
+TOKENIZER = {"auto_map": {"AutoTokenizer": ["tokenization_my.MyTokenizer", None]}}
+
+
+@pytest.fixture
+def merged(tmp_path: Path, target: Path) -> Path:
+    """A whole model with heads in it, and code of its own."""
+    prefix, said = "medusa_head.", {"medusa_num_heads": 2, "medusa_num_layers": 1}
+    source = layouts.whole_model(tmp_path / "whole", target, native_tensors(2), prefix, said)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | MINE))
+    (source / "tokenizer_config.json").write_text(json.dumps(TOKENIZER))
+    for name, text in CODE.items():
+        (source / name).write_text(text)
+    (source / "unnamed.py").write_text("")
+    return source
+
+
+def test_code_of_its_own_goes_with_a_model(merged: Path, tmp_path: Path) -> None:
+    convert_heads(merged, tmp_path / "out", extract_target=True, trust_remote_code=True)
+    alone = tmp_path / "out" / "target"
+    assert {path.name for path in alone.glob("*.py")} == set(CODE)
+    loaded = AutoModelForCausalLM.from_pretrained(alone, trust_remote_code=True)
+    assert type(loaded).__name__ == "MyLM"
+    whole = export_heads(
+        tmp_path / "out", tmp_path / "one", "modelopt", target=str(alone), trust_remote_code=True
+    )
+    assert {path.name for path in whole.folder.glob("*.py")} == set(CODE)
+
+
+def test_code_from_outside_the_folder_is_not_copied(merged: Path, tmp_path: Path) -> None:
+    (tmp_path / "private.py").write_text("")
+    (merged / "sizes_my.py").unlink()
+    (merged / "sizes_my.py").symlink_to(tmp_path / "private.py")
+    with pytest.raises(ValueError, match="leads out of the checkpoint folder"):
+        convert_heads(merged, tmp_path / "out", extract_target=True, trust_remote_code=True)
+    assert not (tmp_path / "out").exists()
