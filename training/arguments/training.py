@@ -57,8 +57,8 @@ class OptimisationArguments:
     )
     save_steps: float | None = flag(
         None,
-        "Steps between two resumable checkpoints (below 1: a share of the run). Default: with "
-        "each evaluation, or once an epoch.",
+        "Steps between two resumable checkpoints (below 1: a share of the run), beside those of "
+        "new best heads. Default: with each evaluation, or once an epoch.",
     )
     save_total_limit: int | None = flag(
         1,
@@ -151,7 +151,7 @@ def to_training_arguments(
         values["learning_rate"] = rate or usual
     if values["bf16"] is None:
         values["bf16"] = not extra.get("fp16") and autocast("cpu" if extra.get("use_cpu") else None)
-    # The best heads are among those that were both evaluated and saved: one follows the other.
+    # Without a word of its own, one follows the other.
     steps = {kind: values.pop(f"{kind}_steps") for kind in ("eval", "save")}
     for kind, other in (("eval", "save"), ("save", "eval")):
         every = steps[kind] or steps[other]

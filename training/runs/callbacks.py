@@ -41,8 +41,9 @@ class Interruptions(TrainerCallback):
     - On SIGTERM the step in hand is finished, a checkpoint written, and the process ends with exit
       code 143. A second SIGTERM ends it at once. transformers' `enable_jit_checkpoint` saves in the
       middle of a step, and goes on as if training had come to its end.
-    - A loss line comes with every checkpoint. The lines after it then average over the same steps
-      whether the run was interrupted there or not.
+    - A loss line comes with every checkpoint, and with every evaluation, behind which one may be
+      saved. The lines after it then average over the same steps whether the run was interrupted
+      there or not.
     - The last step is evaluated and saved, so that its heads can be the best.
     - The best checkpoint is looked for in the folder of the run, wherever that has been moved.
     """
@@ -76,11 +77,11 @@ class Interruptions(TrainerCallback):
         self._stopping = any_process(self._told, args.device)  # all after the same step
         if self._stopping:
             control.should_save = control.should_training_stop = True
-        control.should_log |= control.should_save
+        control.should_log |= control.should_save or control.should_evaluate
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """As after a step."""
-        control.should_log |= control.should_save
+        control.should_log |= control.should_save or control.should_evaluate
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the process where it was told to."""

@@ -90,13 +90,14 @@ def write_figures(
     """`metrics.json`, of the training and the last evaluation, and `run.yaml`; returns what the
     former holds."""
     state = trainer.state
+    with_best = trainer.args.load_best_model_at_end and state.best_model_checkpoint
     metrics = {
         **{k: v for k, v in {**trained, **measured}.items() if k not in _NOT_KEPT},
         "train_loss": _mean_loss(state.log_history),
         "epoch": state.epoch,
         "steps": state.global_step,
-        # Of the heads that are left; without load_best_model_at_end they are the last.
-        "best_step": state.best_global_step if trainer.args.load_best_model_at_end else None,
+        # Of the heads that are left; these are the last where no best were to be loaded, or could.
+        "best_step": state.best_global_step if with_best else None,
     }
     replace_json(output / METRICS_FILE, metrics)
     write_run(output, story)

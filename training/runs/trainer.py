@@ -267,6 +267,13 @@ class TaughtTrainer(Trainer, ABC):
                 output.metrics[f"{prefix}_{name}"] = total / max(count, 1)
         return output
 
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """As transformers'; where the run is to end with the best, it is saved at once, also
+        between two checkpoints."""
+        better = super()._determine_best_metric(metrics, trial)
+        self.control.should_save |= better and self.args.load_best_model_at_end
+        return better
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial=trial))
         if self.args.should_save:

@@ -1,6 +1,7 @@
 """Best heads, early stopping, Ctrl-C and SIGTERM."""
 
 import json
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -29,12 +30,16 @@ def measured(folder: Path) -> dict[str, Any]:
     return values
 
 
-@pytest.mark.parametrize("metric", ["tokens_per_step_32", "loss"])
+@pytest.mark.parametrize(
+    ("metric", "save_steps"), [("tokens_per_step_32", 2), ("loss", 2), ("loss", 12)]
+)
 def test_the_final_heads_are_the_best_ones(
-    metric: str, target: TargetModel, make_rows: Rows, tmp_path: Path
+    metric: str, save_steps: int, target: TargetModel, make_rows: Rows, tmp_path: Path
 ) -> None:
+    """Also where they were evaluated between two checkpoints."""
     # A rate that soon leads away from what the first steps have found.
-    wild = quick(tmp_path, 12, save_steps=2, metric_for_best_model=metric, learning_rate=3.0)
+    often: Any = {"eval_steps": 2, "save_steps": save_steps}
+    wild = quick(tmp_path, 12, metric_for_best_model=metric, learning_rate=3.0, **often)
     heads = train_heads(
         target,
         make_rows(20),
@@ -77,6 +82,30 @@ def test_a_run_without_progress_stops_early_and_stays_stopped(
     assert (stopped["steps"], stopped["best_step"]) == (6, 2)
     assert again["steps"] <= 7 and again["best_step"] == 2
     assert (patient["steps"], patient["best_step"]) == (10, 2)
+
+
+def test_a_run_goes_on_exactly_from_best_heads_between_two_checkpoints(
+    target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    rows = make_rows(20)
+
+    def run(resume: Path | None = None) -> Any:
+        heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
+        often: Any = {"eval_steps": 1, "save_steps": 6, "save_total_limit": None}
+        args = quick(tmp_path, 6, logging_steps=4, metric_for_best_model="loss", **often)
+        more: Any = {"callbacks": [Interruptions()]}
+        trainer = HeadsTrainer(heads, target, args, rows, make_rows(4), **more)
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        state = trainer.state
+        curve = [entry["loss"] for entry in state.log_history if "loss" in entry]
+        return curve, state.best_global_step, heads.state_dict()
+
+    curve, best, expected = run()
+    for checkpoint in tmp_path.glob("checkpoint-[23456]"):
+        shutil.rmtree(checkpoint)
+    again, found, heads = run(tmp_path / "checkpoint-1")
+    assert (again, found) == (curve, best) and best > 1
+    assert all(torch.equal(expected[name], heads[name]) for name in expected)
 
 
 class Tell(TrainerCallback):
