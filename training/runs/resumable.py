@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from accelerate.data_loader import (
     get_sampler,
 )
 from accelerate.state import GradientState
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -30,6 +32,7 @@ from medusa_heads.training.runs.record import RUN_FILE
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
+_GIVEN = ("initial_lr", "weight_decay", "betas", "eps")  # of an optimiser's groups: no state
 _PARTS = ("*model*", "optimizer*", "scheduler.pt", "rng_state*")  # under any kind of parallelism
 
 
@@ -76,6 +79,23 @@ def last_rows(place: GradientState) -> int:
         return -1
     processes = 1 if shard.split_batches else shard.num_processes
     return len(loader.dataset) % (shard.batch_size * processes)
+
+
+@contextmanager
+def with_rates_of_now(optimizer: Any, schedule: Any) -> Iterator[None]:
+    """Within the block a checkpoint's optimiser and schedule are read; behind it their rates and
+    weight decay are those that the run was given now, which both would bring along. Of a schedule
+    that goes by what is measured, the rate is the checkpoint's."""
+    given = [{k: group[k] for k in _GIVEN if k in group} for group in optimizer.param_groups]
+    yield
+    for group, of_now in zip(optimizer.param_groups, given, strict=True):
+        group.update(of_now)
+    if isinstance(schedule, LambdaLR):
+        schedule.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+        # The step that it has come to, anew: also its course may be another, say to more steps.
+        schedule.last_epoch -= 1
+        schedule.step()
+        schedule._step_count -= 1
 
 
 def checkpoints(output: Path) -> list[Path]:

@@ -176,9 +176,12 @@ class TaughtTrainer(Trainer, ABC):
                     callback.hand_back()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """As transformers', with a sentence where the rates of the parts were others."""
+        """As transformers', at the rates of now, with a sentence where the parts had others."""
+        if checkpoint is None:
+            return
         try:
-            super()._load_optimizer_and_scheduler(checkpoint)
+            with resumable.with_rates_of_now(self.optimizer, self.lr_scheduler):
+                super()._load_optimizer_and_scheduler(checkpoint)
         except ValueError as error:
             if "parameter group" not in str(error):
                 raise

@@ -150,6 +150,37 @@ def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(
         assert torch.equal(tensor, runs["resumed"][0][key])
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"learning_rate": 1e-4},
+        {"weight_decay": 0.5},
+        {"warmup_steps": 4},
+        {"max_steps": 9},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_resumed_run_goes_on_at_the_rates_it_is_given_now(
+    changed: dict[str, Any], schedule: str, target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    """Of a run that had come to its end, or had not; as one that had been given them all along."""
+
+    def run(folder: str, resume: str | None = None, **more: Any) -> tuple[list[float], float]:
+        saved: Any = {"save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": schedule}
+        args = arguments(tmp_path / folder, **saved, **more)
+        trainer = HeadsTrainer(fresh(target), target, args, make_rows(12))
+        trainer.train(resume_from_checkpoint=resume and str(tmp_path / resume))
+        logged = [e["learning_rate"] for e in trainer.state.log_history if "learning_rate" in e]
+        return logged, trainer.optimizer.param_groups[0]["weight_decay"]
+
+    run("before")
+    rates, decay = run("now", **changed)
+    at = 6 if "max_steps" in changed else 3
+    again, decays = run("before", f"before/checkpoint-{at}", **changed)
+    assert again[at:] == rates[at:] and len(again) == len(rates) and decays == decay
+
+
 def test_evaluation_measures_ranks_of_the_true_tokens(
     target: TargetModel, make_rows: Rows, tmp_path: Path
 ) -> None:

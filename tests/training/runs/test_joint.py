@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.inference.models.medusa import MedusaModel
@@ -65,6 +66,31 @@ def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(
         runs.append((losses, state))
     assert runs[0][0] == runs[1][0]
     assert all(torch.equal(tensor, runs[1][1][name]) for name, tensor in runs[0][1].items())
+
+
+def test_a_resumed_run_goes_on_at_the_rates_it_is_given_now(
+    target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    """The heads, and the adapter at its own."""
+
+    def run(folder: str, rate: float, resume: str | None = None) -> list[float]:
+        heads, config = fresh(target), replace(SMALL, learning_rate=rate / 2)
+        args = arguments(tmp_path / folder, learning_rate=rate, lr_scheduler_type="linear")
+        args.save_total_limit = None
+        with adapted(target, config) as model:
+            trainer = JointTrainer(heads, target, model, args, make_rows(16), config=config)
+            rates: list[float] = []
+            record: Any = TrainerCallback()
+            record.on_pre_optimizer_step = lambda *_, **__: rates.extend(
+                group["lr"] for group in trainer.optimizer.param_groups
+            )
+            trainer.add_callback(record)
+            trainer.train(resume_from_checkpoint=resume and str(tmp_path / resume))
+        return rates
+
+    run("before", 2e-2)
+    whole, again = run("now", 1e-3), run("before", 1e-3, "before/checkpoint-4")
+    assert again == whole[-len(again) :] and 0 < len(again) < len(whole) and min(again) > 0
 
 
 def test_evaluation_measures_the_target_itself(
