@@ -13,17 +13,19 @@ from typing import Any
 
 from tqdm.auto import tqdm
 from transformers import EarlyStoppingCallback, ProgressCallback, TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SaveStrategy
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from medusa_heads.machine import wait_for
 from medusa_heads.training.hidden.sharding import any_process
+from medusa_heads.training.runs.record import judged_by_another
+from medusa_heads.training.runs.resumable import find_best, forget_best
 
 logger = logging.getLogger(__name__)
 
 
 class StopInTime(EarlyStoppingCallback):
     """transformers' early stopping, which a resumed run takes up where it was interrupted, with the
-    patience it is given now; where that had run out, it stops at once."""
+    patience it is given now; where that had run out, it stops at once, if the best is known."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)
@@ -31,8 +33,34 @@ class StopInTime(EarlyStoppingCallback):
         before = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         count = before["attributes"]["early_stopping_patience_counter"]
         self.early_stopping_patience_counter = count
-        if count >= self.early_stopping_patience:
+        if count >= self.early_stopping_patience and state.best_metric is not None:
             control.should_training_stop = True
+
+
+class BestSoFar(TrainerCallback):
+    """What was best before a run was interrupted; nothing, where it was chosen by other text or
+    another metric than is now: figures of two kinds do not compare."""
+
+    def __init__(self, record: Callable[[], Mapping[str, Any]] | None) -> None:
+        self.record = record
+        self.checkpoint: str | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Find its checkpoint."""
+        if self.checkpoint is None or not state.best_global_step:
+            return
+        other = self.record and judged_by_another(self.checkpoint, self.record())
+        if not other:
+            find_best(state, Path(self.checkpoint))
+            return
+        forget_best(state)
+        if state.is_world_process_zero:
+            logger.warning(
+                "the best so far was chosen by another %s: it is forgotten, and the best is looked "
+                "for from step %d on",
+                other,
+                state.global_step,
+            )
 
 
 class Interruptions(TrainerCallback):
@@ -45,7 +73,6 @@ class Interruptions(TrainerCallback):
       saved. The lines after it then average over the same steps whether the run was interrupted
       there or not.
     - The last step is evaluated and saved, so that its heads can be the best.
-    - The best checkpoint is looked for in the folder of the run, wherever that has been moved.
     """
 
     def __init__(self) -> None:
@@ -54,16 +81,9 @@ class Interruptions(TrainerCallback):
         self._handler_before: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Listen for SIGTERM; find the best checkpoint so far."""
+        """Listen for SIGTERM."""
         if threading.current_thread() is threading.main_thread():
             self._handler_before = signal.signal(signal.SIGTERM, self._on_sigterm)
-        if state.best_global_step:
-            best = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
-            if best.is_dir():
-                state.best_model_checkpoint = str(best)
-            else:
-                logger.warning("the best checkpoint, %s, is gone: its heads are out of reach", best)
-                state.best_metric = state.best_global_step = state.best_model_checkpoint = None
 
     def _on_sigterm(self, *_: Any) -> None:
         self._told = True

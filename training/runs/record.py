@@ -121,17 +121,7 @@ def check_same_run(checkpoint: str | os.PathLike[str], record: Mapping[str, Any]
     Settings of the course (steps, rates, batch sizes) may differ: transformers warns of those that
     matter. Raises ValueError: it was made for another target, on other text, or what learns or how
     is another; or its story cannot be read."""
-    file = Path(checkpoint) / RUN_FILE
-    if not file.is_file():
-        return
-    try:
-        before, now = parse_yaml(file.read_text(encoding="utf-8")), _plain(record)
-        if not isinstance(before, dict):
-            raise ValueError("it holds no 'key: value' lines")
-    except ValueError as error:
-        raise ValueError(
-            f"{str(file)!r} is damaged ({error}): resume from another checkpoint"
-        ) from error
+    before, now = _told(checkpoint), _plain(record)
     for name, what in _DECISIVE.items():
         told = name in now or name in _LEARNING
         if name in before and told and before[name] != now.get(name):
@@ -139,6 +129,36 @@ def check_same_run(checkpoint: str | os.PathLike[str], record: Mapping[str, Any]
                 f"{str(checkpoint)!r} was made with {what} ({name} differs from its {RUN_FILE}): "
                 "resume with the settings it was made with, or start anew"
             )
+
+
+def judged_by_another(checkpoint: str | os.PathLike[str], record: Mapping[str, Any]) -> str | None:
+    """By what other text or metric the best of a checkpoint's run was chosen than is now; None
+    where both are the same, or it does not say."""
+    before, now = _told(checkpoint), _plain(record)
+    if before.get("held_out_set", now.get("held_out_set")) != now.get("held_out_set"):
+        return "held-out text"
+    metrics = [
+        (story.get("training_arguments") or {}).get("metric_for_best_model")
+        for story in (before, now)
+    ]
+    return None if not before or metrics[0] == metrics[1] else "metric_for_best_model"
+
+
+def _told(checkpoint: str | os.PathLike[str]) -> dict[str, Any]:
+    """What lies beside a checkpoint, nothing where there is none. Raises ValueError: it cannot be
+    read."""
+    file = Path(checkpoint) / RUN_FILE
+    if not file.is_file():
+        return {}
+    try:
+        story = parse_yaml(file.read_text(encoding="utf-8"))
+        if not isinstance(story, dict):
+            raise ValueError("it holds no 'key: value' lines")
+    except ValueError as error:
+        raise ValueError(
+            f"{str(file)!r} is damaged ({error}): resume from another checkpoint"
+        ) from error
+    return story
 
 
 def _as_json(value: Any) -> Any:

@@ -55,6 +55,31 @@ def finished_state(checkpoint: str, args: TrainingArguments) -> TrainerState | N
     return None if more or again else state
 
 
+def find_best(state: TrainerState, checkpoint: Path) -> None:
+    """Name in a state the checkpoint of its best step: the one beside the `checkpoint` that the
+    state is of, wherever that folder has been moved; or the one it knew, where it went on from
+    another folder. No best one is left, with a sentence, where both are gone, or of other runs."""
+    if not state.best_global_step:
+        return
+    beside = checkpoint.parent / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+    for best in (beside, Path(state.best_model_checkpoint or beside)):
+        if is_whole(best) and read_json(best / STATE_FILE).get("best_metric") == state.best_metric:
+            state.best_model_checkpoint = str(best)
+            return
+    logger.warning("the best checkpoint, %s, is gone: its heads are out of reach", beside)
+    forget_best(state)
+
+
+def forget_best(state: TrainerState) -> None:
+    """The next evaluation is the best so far."""
+    state.best_metric = state.best_global_step = state.best_model_checkpoint = None
+
+
+def lies_in(checkpoint: str | None, output: Path) -> bool:
+    """Whether a checkpoint is one of those in a folder."""
+    return checkpoint is not None and Path(checkpoint).parent.resolve() == output.resolve()
+
+
 def with_order(loader: Any, order: Callable[[int, int], Any]) -> Any:
     """A loader that accelerate has prepared, where it would draw rows by a seed with the order that
     is made of their number and that seed. Put where accelerate looks for its own: several processes
@@ -149,14 +174,15 @@ def find_start(output: Path, resume: str | None, target: str, *, overwrite: bool
     found = checkpoints(output)
     _refuse_model(output, found, target)
     checkpoint = find_checkpoint(resume, output)
+    goes_on_here = lies_in(checkpoint, output)
     # "auto" found none that is whole: what is left of others was never anybody's.
-    if checkpoint is None and found and not overwrite and resume != "auto":
+    if found and not (goes_on_here or overwrite or resume == "auto"):
         raise ValueError(
             f"{str(output)!r} holds checkpoints of an earlier run ({found[0].name}): go on with "
             "resume_from_checkpoint 'last', choose another output_dir, or set overwrite_output_dir"
         )
     trained = trained_in(output)
-    if trained is not None and not (found or checkpoint or overwrite):
+    if trained is not None and not (found or goes_on_here or overwrite):
         raise ValueError(
             f"{str(output)!r} holds {trained} already: choose another output_dir, or set "
             "overwrite_output_dir"

@@ -42,7 +42,12 @@ from medusa_heads.training.hidden.sharding import (
 from medusa_heads.training.hidden.tensor_parallel import PartedTarget
 from medusa_heads.training.runs.callbacks import Interruptions, Pace, StopInTime
 from medusa_heads.training.runs.record import changed_arguments, check_same_run, write_figures
-from medusa_heads.training.runs.resumable import checkpoints, find_start, remove_checkpoint
+from medusa_heads.training.runs.resumable import (
+    checkpoints,
+    find_start,
+    lies_in,
+    remove_checkpoint,
+)
 from medusa_heads.training.runs.trainer import TaughtTrainer
 
 logger = logging.getLogger(__name__)
@@ -110,7 +115,8 @@ class Run:
         self._sums = weights_sums(self.target.model)
         if self.checkpoint is not None:
             check_same_run(self.checkpoint, self.story())
-            return
+            if lies_in(self.checkpoint, self.output):
+                return
         if self._overwrite:
             remove_trained(self.output)
         # Which would be mistaken for this run's own; last, because they say whose the others are.

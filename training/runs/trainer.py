@@ -27,7 +27,7 @@ from medusa_heads.training.hidden.states import DrawnOrder
 from medusa_heads.training.measure.fresh_heads import Comparison
 from medusa_heads.training.measure.health import Health
 from medusa_heads.training.runs import resumable
-from medusa_heads.training.runs.callbacks import Interruptions, ReadableProgress
+from medusa_heads.training.runs.callbacks import BestSoFar, Interruptions, ReadableProgress
 from medusa_heads.training.runs.record import write_run
 
 Inputs = dict[str, Any]
@@ -91,6 +91,7 @@ class TaughtTrainer(Trainer, ABC):
         target.freeze()
         self.target = target
         self.record, self.tokenizer = record, tokenizer
+        self._best = BestSoFar(record)  # to be known before others ask
         self.health = Health(target)
         self._comparison = Comparison(self.worse, self.rates)
         self._sums: defaultdict[str, list[Tensor]] = defaultdict(list)  # of an evaluation's batches
@@ -100,7 +101,7 @@ class TaughtTrainer(Trainer, ABC):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             compute_metrics=self._metrics,
-            **kwargs,
+            **{**kwargs, "callbacks": [self._best, *(kwargs.get("callbacks") or [])]},
         )
         self.add_callback(self.health)
         self.model_accepts_loss_kwargs = True  # the divisor is given: no second average
@@ -154,13 +155,13 @@ class TaughtTrainer(Trainer, ABC):
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> TrainOutput:
         """As transformers', which would take one step more where a finished run is resumed."""
-        checkpoint = resume_from_checkpoint
-        if isinstance(checkpoint, str) and (
-            state := resumable.finished_state(checkpoint, self.args)
-        ):
+        checkpoint = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else None
+        self._best.checkpoint = checkpoint
+        if checkpoint and (state := resumable.finished_state(checkpoint, self.args)):
             self._load_from_checkpoint(checkpoint)
             self.state, state.is_world_process_zero = state, self.is_world_process_zero()
-            self.health.on_train_begin(self.args, state, self.control)
+            for callback in (self._best, self.health):
+                callback.on_train_begin(self.args, state, self.control)
             if self.args.load_best_model_at_end and state.best_model_checkpoint:
                 self._load_best_model()
             return TrainOutput(state.global_step, 0.0, {})

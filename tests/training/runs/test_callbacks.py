@@ -11,7 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
-from transformers import TrainerCallback
+from transformers import SchedulerType, TrainerCallback
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import MedusaHeads
@@ -106,6 +106,79 @@ def test_a_run_goes_on_exactly_from_best_heads_between_two_checkpoints(
     again, found, heads = run(tmp_path / "checkpoint-1")
     assert (again, found) == (curve, best) and best > 1
     assert all(torch.equal(expected[name], heads[name]) for name in expected)
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["at once", "twice"])
+def test_a_run_that_goes_on_in_another_folder_knows_its_best_heads(
+    killed: bool, target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    """Also a checkpoint in that folder does, and none of another run is mistaken for them."""
+
+    held_out = make_rows(20, seed=9)
+
+    def run(folder: str, steps: int, resume: str | None = None, seed: int = 0) -> Any:
+        heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
+        wild: Any = {"learning_rate": 3.0, "metric_for_best_model": "loss", "seed": seed}
+        args = quick(tmp_path / folder, steps, save_steps=2, save_total_limit=None, **wild)
+        args.lr_scheduler_type = SchedulerType.CONSTANT
+        more: Any = {"callbacks": [Interruptions()]}
+        trainer = HeadsTrainer(heads, target, args, make_rows(20), held_out, **more)
+        trainer.train(resume_from_checkpoint=resume and str(tmp_path / resume))
+        return trainer.state.best_global_step, trainer.state.best_model_checkpoint, heads
+
+    best, place, expected = run("first", 8)
+    assert best < 6, "the test needs a best that lies before the checkpoint"
+    resume = "first/checkpoint-6"
+    if killed:
+        run("second", 7, resume)
+        resume = "second/checkpoint-7"
+    found, where, heads = run("second", 8, resume)
+    assert (found, where) == (best, place)
+    state = expected.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in heads.state_dict().items())
+    run("first", 8, seed=5)
+    assert run("second", 10, "second/checkpoint-8")[0] == 10
+
+
+@pytest.mark.parametrize(
+    ("changed", "held_out", "said"),
+    [
+        ({"metric_for_best_model": "loss"}, 9, "by another metric_for_best_model"),
+        ({}, 8, "by another held-out text"),
+        ({}, 9, None),
+    ],
+)
+def test_what_was_best_by_another_measure_is_forgotten(
+    changed: Any,
+    held_out: int,
+    said: str | None,
+    target: TargetModel,
+    make_rows: Rows,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def run(steps: int, seed: int, resume: str | None = None, **more: Any) -> dict[str, Any]:
+        wild: Any = {"save_steps": 1, "learning_rate": 3.0, "save_total_limit": None, **more}
+        train_heads(
+            target,
+            make_rows(20),
+            eval_dataset=make_rows(20, seed=seed),
+            config=HeadsConfig(num_heads=2),
+            output_dir=tmp_path,
+            training_args=quick(tmp_path, steps, lr_scheduler_type="constant", **wild),
+            resume_from_checkpoint=resume,
+        )
+        return measured(tmp_path)
+
+    first = run(8, 9)["best_step"]
+    assert first < 8
+    finished, further = run(8, held_out, "last", **changed), run(9, held_out, "last", **changed)
+    if said is None:
+        assert finished["best_step"] == further["best_step"] == first
+        assert "is forgotten" not in caplog.text
+    else:
+        assert (finished["best_step"], further["best_step"]) == (None, 9)
+        assert f"the best so far was chosen {said}: it is forgotten" in caplog.text
 
 
 class Tell(TrainerCallback):

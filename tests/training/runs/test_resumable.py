@@ -147,6 +147,22 @@ def test_a_run_from_the_start_wants_no_leftovers(
     assert find_checkpoint("auto", tmp_path / "elsewhere") is None
 
 
+def test_a_run_goes_on_in_no_folder_of_another_run(
+    run: Callable[..., DraftHeads], tmp_path: Path
+) -> None:
+    run("first"), run("second")
+    other = tmp_path / "second"
+    before, told = {p: p.stat() for p in other.rglob("*")}, str(tmp_path / "first/checkpoint-4")
+    with pytest.raises(ValueError, match="second' holds checkpoints of an earlier run"):
+        run("second", resume_from_checkpoint=told)
+    assert all(path.stat() == stat for path, stat in before.items())
+    run("second", resume_from_checkpoint=told, overwrite_output_dir=True)
+    assert [checkpoint.name for checkpoint in checkpoints(other)] == ["checkpoint-6"]
+    shutil.rmtree(other / "checkpoint-6")
+    with pytest.raises(ValueError, match="second' holds heads already"):
+        run("second", resume_from_checkpoint=told)
+
+
 def test_auto_begins_anew_where_the_first_checkpoint_was_not_written_to_its_end(
     run: Callable[..., DraftHeads], tmp_path: Path
 ) -> None:
@@ -237,14 +253,9 @@ def test_a_draft_run_that_was_killed_in_its_last_save_goes_on(
     given |= {"training_args": quick(tmp_path, **told), "resume_from_checkpoint": "last"}
     train_draft(target, make_rows(4), eval_dataset=make_rows(2, seed=7), **given)
     assert is_draft(tmp_path)
-    given |= {"training_args": quick(tmp_path, **told), "resume_from_checkpoint": None}
-    train_draft(
-        target,
-        make_rows(4),
-        eval_dataset=make_rows(2, seed=7),
-        **given,
-        overwrite_output_dir=True,
-    )
+    given |= {"training_args": quick(tmp_path, **told), "overwrite_output_dir": True}
+    given["resume_from_checkpoint"] = None
+    train_draft(target, make_rows(4), eval_dataset=make_rows(2, seed=7), **given)
     assert is_draft(tmp_path)
 
 
