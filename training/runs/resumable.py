@@ -107,12 +107,22 @@ def last_rows(place: GradientState) -> int:
 
 
 @contextmanager
-def with_rates_of_now(optimizer: Any, schedule: Any) -> Iterator[None]:
+def with_rates_of_now(checkpoint: str, optimizer: Any, schedule: Any) -> Iterator[None]:
     """Within the block a checkpoint's optimiser and schedule are read; behind it their rates and
     weight decay are those that the run was given now, which both would bring along. Of a schedule
-    that goes by what is measured, the rate is the checkpoint's."""
+    that goes by what is measured, the rate is the checkpoint's. Raises ValueError: the rates were
+    those of other parts."""
     given = [{k: group[k] for k in _GIVEN if k in group} for group in optimizer.param_groups]
-    yield
+    try:
+        yield
+    except ValueError as error:
+        if "parameter group" not in str(error):
+            raise
+        raise ValueError(
+            f"{checkpoint!r} cannot be resumed: its parts had other learning rates, by default "
+            "where one is given now, or the other way round, or by the defaults of an earlier "
+            "version; resume with the learning_rate it was made with, or start anew"
+        ) from error
     for group, of_now in zip(optimizer.param_groups, given, strict=True):
         group.update(of_now)
     if isinstance(schedule, LambdaLR):

@@ -56,6 +56,7 @@ class TaughtTrainer(Trainer, ABC):
         "batch_eval_metrics": False,
         "eval_do_concat_batches": True,
         "push_to_hub": False,  # the folder as it is, with all that a run leaves there
+        "save_only_model": False,  # nothing could be resumed, and `auto` would begin anew
     }
 
     worse: ClassVar[str]
@@ -147,6 +148,15 @@ class TaughtTrainer(Trainer, ABC):
         """As transformers', without a list of all rows in each process."""
         return resumable.with_order(super().get_train_dataloader(), self._order)
 
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers'; `dataloader_drop_last` leaves no held-out row out."""
+        drop_last = self.args.dataloader_drop_last
+        self.args.dataloader_drop_last = drop_last and kwargs.get("is_training", False)
+        try:
+            return super()._get_dataloader(*args, **kwargs)
+        finally:
+            self.args.dataloader_drop_last = drop_last
+
     def _order(self, rows: int, seed: int) -> DrawnOrder:
         """The order in which rows are drawn."""
         return DrawnOrder(rows, seed)
@@ -177,20 +187,10 @@ class TaughtTrainer(Trainer, ABC):
                     callback.hand_back()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """As transformers', at the rates of now, with a sentence where the parts had others."""
-        if checkpoint is None:
-            return
-        try:
-            with resumable.with_rates_of_now(self.optimizer, self.lr_scheduler):
+        """As transformers', at the rates of now."""
+        if checkpoint is not None:
+            with resumable.with_rates_of_now(checkpoint, self.optimizer, self.lr_scheduler):
                 super()._load_optimizer_and_scheduler(checkpoint)
-        except ValueError as error:
-            if "parameter group" not in str(error):
-                raise
-            raise ValueError(
-                f"{checkpoint!r} cannot be resumed: its parts had other learning rates, by default "
-                "where one is given now, or the other way round, or by the defaults of an earlier "
-                "version; resume with the learning_rate it was made with, or start anew"
-            ) from error
 
     def compute_loss(
         self,

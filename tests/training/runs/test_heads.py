@@ -261,6 +261,11 @@ def test_the_last_checkpoint_is_resumed(
             "gradient_checkpointing has no place in this training",
         ),
         (
+            {"training_args": {"use_cpu": True, "save_only_model": True}},
+            {},
+            "save_only_model has no place in this training: leave it out, got True",
+        ),
+        (
             {"training_args": {"use_cpu": True, "dataloader_drop_last": True}},
             {},
             "dataloader_drop_last leaves no batch: 4 rows do not fill one of 8",

@@ -169,7 +169,7 @@ def test_a_resumed_run_goes_on_at_the_rates_it_is_given_now(
     def run(folder: str, resume: str | None = None, **more: Any) -> tuple[list[float], float]:
         saved: Any = {"save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": schedule}
         args = arguments(tmp_path / folder, **saved, **more)
-        trainer = HeadsTrainer(fresh(target), target, args, make_rows(12))
+        trainer: Any = HeadsTrainer(fresh(target), target, args, make_rows(12))
         trainer.train(resume_from_checkpoint=resume and str(tmp_path / resume))
         logged = [e["learning_rate"] for e in trainer.state.log_history if "learning_rate" in e]
         return logged, trainer.optimizer.param_groups[0]["weight_decay"]
@@ -199,6 +199,18 @@ def test_evaluation_measures_ranks_of_the_true_tokens(
     metrics = prediction.metrics or {}
     assert metrics["eval_head2_top5"] == pytest.approx((complete[:, 2] < 5).float().mean().item())
     assert 1 <= metrics["eval_tokens_per_step_16"] <= metrics["eval_tokens_per_step_32"] <= 4
+
+
+@pytest.mark.parametrize("batch", [2, 4])
+def test_no_held_out_row_is_left_out_with_the_last_batch_of_training(
+    batch: int, target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    more: Any = {"dataloader_drop_last": True, "per_device_eval_batch_size": batch}
+    args, held_out = arguments(tmp_path, **more), make_rows(3, seed=7)
+    trainer = HeadsTrainer(fresh(target), target, args, make_rows(7), held_out)
+    assert len(trainer.predict(held_out, metric_key_prefix="eval").predictions) == 3
+    assert trainer.evaluate()["eval_tokens_per_step_32"] >= 1
+    assert len(trainer.get_train_dataloader()) == 1 and args.dataloader_drop_last
 
 
 def test_evaluation_sees_what_a_fused_optimiser_has_just_written(

@@ -78,7 +78,8 @@ def test_a_resumed_run_goes_on_at_the_rates_it_is_given_now(
         args = arguments(tmp_path / folder, learning_rate=rate, lr_scheduler_type="linear")
         args.save_total_limit = None
         with adapted(target, config) as model:
-            trainer = JointTrainer(heads, target, model, args, make_rows(16), config=config)
+            rows = make_rows(16)
+            trainer: Any = JointTrainer(heads, target, model, args, rows, config=config)
             rates: list[float] = []
             record: Any = TrainerCallback()
             record.on_pre_optimizer_step = lambda *_, **__: rates.extend(
