@@ -41,10 +41,11 @@ class Command:
         # A mistyped path is answered before torch is loaded, which takes seconds.
         find_names([*self.to_data.dataset, *(self.to_data.eval_dataset or [])])
         further_arguments(self.to_optimise)  # read again when those of the run are made
-        if self.trains and not self.to_optimise.dry_run:
+        if self.trains:
             from medusa_heads.training.runs.resumable import find_start
 
-            # Asked again when training begins; here, before anything is loaded or written.
+            # Asked again when training begins; here, before anything is loaded or written, and of
+            # a dry run too: it plans no run that would be refused.
             find_start(
                 Path(self.to_optimise.output_dir),
                 self.to_optimise.resume_from_checkpoint,

@@ -111,6 +111,8 @@ def test_a_place_to_serve_at_is_looked_for_before_a_target_is_loaded(
         (["--output_dir", "taken"], "expected a folder at 'taken', found a file"),
         (["--output_dir", "model"], "'model' holds a model that no run of medusa-heads wrote"),
         (["--resume_from_checkpoint", "nix"], "expected a whole checkpoint in the folder 'nix'"),
+        (["--dry_run", "--resume_from_checkpoint", "last"], "nothing to resume: 'runs/"),
+        (["--dry_run", "--output_dir", "earlier"], "'earlier' holds checkpoints of an earlier run"),
         (["--training_args", "{bad"], "training_args must be a JSON object, got '{bad'"),
         (["--training_args", '{"max_grad_norm": "x"}'], "max_grad_norm must be of type float"),
         (["--training_args", '{"max_grad_nrom": 1}'], "did you mean 'max_grad_norm'?"),
@@ -128,6 +130,7 @@ def test_a_run_that_cannot_be_is_refused_before_its_text_is_read(
     monkeypatch.chdir(tmp_path)
     for name in ("taken", "empty.jsonl"):
         Path(name).touch()
+    Path("earlier", "checkpoint-8").mkdir(parents=True)
     Path("model").mkdir()
     Path("model", "config.json").write_text('{"model_type": "llama"}')
     given = ["--model_name_or_path", "./nowhere", "--dataset", "empty.jsonl"]
