@@ -180,8 +180,11 @@ def _code(source: Source, configs: Iterable[Mapping[str, Any]]) -> dict[str, Pat
     wanted = [module for config in configs for module in _modules(config)]
     found: dict[str, Path] = {}
     while wanted:
-        file = f"{wanted.pop()}.py"
-        if file not in found and (path := _beside(source, file)):
+        module = wanted.pop()
+        file = f"{module}.py"
+        if not module.isidentifier() or file in found:  # a stranger's may be a path
+            continue
+        if path := _beside(source, file):
             found[file] = path
             wanted += get_relative_imports(path)
     return found

@@ -67,3 +67,18 @@ def test_code_from_outside_the_folder_is_not_copied(merged: Path, tmp_path: Path
     with pytest.raises(ValueError, match="leads out of the checkpoint folder"):
         convert_heads(merged, tmp_path / "out", extract_target=True, trust_remote_code=True)
     assert not (tmp_path / "out").exists()
+
+
+def test_modules_that_are_no_names_are_left_out(merged: Path, tmp_path: Path) -> None:
+    """A stranger's `auto_map`, and what a stranger's code says to import, may be a path."""
+    (merged / "below").mkdir()
+    for name in ("below/other.py", "below/another.py"):
+        (merged / name).write_text("")
+    config = json.loads((merged / "config.json").read_text())
+    config["auto_map"]["AutoModel"] = "below/other.Other"
+    (merged / "config.json").write_text(json.dumps(config))
+    with (merged / "modeling_my.py").open("a") as code:
+        code.write("'''\nfrom .below/another import Another\n'''\n")
+    convert_heads(merged, tmp_path / "out", extract_target=True, trust_remote_code=True)
+    copied = (tmp_path / "out" / "target").rglob("*.py")
+    assert {path.name for path in copied} == set(CODE)
