@@ -202,7 +202,7 @@ def _recorder(config: GenerationConfig, batch: int, acceptance: str) -> ScoreRec
             "output_scores and output_logits need a batch of 1 and lossless acceptance: a step "
             "commits unequal numbers of tokens to the rows of a batch"
         )
-    return ScoreRecorder()
+    return ScoreRecorder(bool(config.output_scores))
 
 
 def _own_cache(

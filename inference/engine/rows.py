@@ -82,36 +82,42 @@ class StopCheck:
         Raises:
             ValueError: a criterion gives one answer for all rows of a batch.
         """
-        if row.tokens[-1] in self._eos:
-            return True
-        if self._max_length is not None and row.length >= self._max_length:
-            return True
+        ends = row.tokens[-1] in self._eos
+        ends = ends or (self._max_length is not None and row.length >= self._max_length)
         # All are asked, whatever one of them says, as generate() asks them.
-        alone = self._alone[row.index] if self._alone[0] else None
-        ends = alone is not None and bool(alone(row.ids_1T(), None).all())
+        scores = row.recorder.shown if row.recorder else None
+        if alone := self._alone[row.place]:
+            ends = bool(alone(row.ids_1T(), scores).all()) or ends
         if self._others_of_row:
             ids_BT = row.ids_1T().repeat(row.batch_size, 1)
-            for criterion in self._others_of_row[row.index]:
-                answer = criterion(ids_BT, None)
+            for criterion in self._others_of_row[row.place]:
+                answer = criterion(ids_BT, scores)
                 if not isinstance(answer, Tensor) or answer.shape != (row.batch_size,):
                     raise ValueError(
                         f"{type(criterion).__name__} answers for all rows of the batch together: "
                         "let it return a tensor with one answer a row, or decode one row at a time"
                     )
-                ends = ends or bool(answer[row.index])
+                ends = ends or bool(answer[row.place])
         return ends
 
 
 class ScoreRecorder:
-    """Scores and logits of the committed tokens, each [1, V], as generate() returns them."""
+    """Scores and logits of the committed tokens, each [1, V], as generate() returns them; `shows`
+    whether it would hand the scores to stopping criteria too."""
 
-    def __init__(self) -> None:
+    def __init__(self, shows: bool = False) -> None:
+        self._shows = shows
         self.scores: list[Tensor] = []  # after the logits processors
         self.logits: list[Tensor] = []  # as the target gave them, in fp32
 
     def record(self, scores_1V: Tensor, logits_1V: Tensor) -> None:
         self.scores.append(scores_1V)
         self.logits.append(logits_1V)
+
+    @property
+    def shown(self) -> tuple[Tensor, ...] | None:
+        """The scores so far, as stopping criteria are shown them."""
+        return tuple(self.scores) if self._shows else None
 
     def given(self, name: Literal["scores", "logits"]) -> tuple[Tensor, ...]:
         """One tensor a token, to hand out: no longer inference tensors."""
@@ -130,7 +136,10 @@ class Row:
         recorder: receives scores and logits of every token, where the user asked for them.
 
     Attributes:
+        place: the index that it was given, by which its criteria know it in every batch.
         prompt_length: tokens of its prompt, left padding included.
+        survived: what its streamer and its criteria may raise, and the row alone ends with it.
+        fault: what it ended with so.
     """
 
     def __init__(
@@ -142,10 +151,12 @@ class Row:
         streamer: Any = None,
         recorder: ScoreRecorder | None = None,
     ) -> None:
-        self.index = index
+        self.index = self.place = index
         self.batch_size = batch_size
         self.tokens: list[int] = []
         self.done = False
+        self.survived: tuple[type[Exception], ...] = ()
+        self.fault: BaseException | None = None
         self.recorder = recorder
         self._stop = stop
         self._streamer = streamer
@@ -193,9 +204,12 @@ class Row:
         """Append a token of the target; whether the row ends with it."""
         assert not self.done
         self.tokens.append(token)
-        if self._streamer is not None:
-            self._streamer.put(torch.tensor([token]))
-        self.done = self._stop(self)
+        try:
+            if self._streamer is not None:
+                self._streamer.put(torch.tensor([token]))
+            self.done = self._stop(self)
+        except self.survived as error:
+            self.fail(error)
         return self.done
 
     def take(self, tokens: list[int]) -> None:
@@ -208,8 +222,15 @@ class Row:
 
     def end_step(self) -> None:
         """All tokens of a step are committed."""
-        if hasattr(self._streamer, "end_step"):
-            self._streamer.end_step()
+        if self.fault is None and hasattr(self._streamer, "end_step"):
+            try:
+                self._streamer.end_step()
+            except self.survived as error:
+                self.fail(error)
+
+    def fail(self, fault: BaseException) -> None:
+        """The row ends with what was raised."""
+        self.fault, self.done = fault, True
 
 
 Kept = TypeVar("Kept")

@@ -12,7 +12,16 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from tests.inference.engine import test_processors
-from tests.inference.engine.test_processors import BATCHES, NEW, PROMPT, both, prompts
+from tests.inference.engine.test_processors import (
+    BATCHES,
+    NEW,
+    PROMPT,
+    VOCAB,
+    both,
+    decoding,
+    prompts,
+)
+from tests.inference.planted import PlantedDrafter
 
 model = test_processors.model  # the same fixture
 
@@ -73,3 +82,31 @@ def test_one_answer_for_all_rows_is_refused_by_name(model: Any) -> None:
     assert torch.equal(got_BT, expected_BT)
     with pytest.raises(ValueError, match=r"StopsTogether .* one answer a row"):
         both(model, 2, make)
+
+
+@pytest.mark.parametrize("asked", [("scores",), ("logits",), ("scores", "logits"), ()])
+def test_criteria_are_shown_what_generate_shows_them(model: Any, asked: tuple[str, ...]) -> None:
+    """The scores, where they are returned; and the last token too."""
+
+    class Looks(StoppingCriteria):
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+            self.seen.append(None if scores is None else torch.stack(scores))
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    options: dict[str, Any] = {**prompts(1), "max_new_tokens": NEW, "do_sample": False}
+    wanted = dict.fromkeys((f"output_{each}" for each in asked), True)
+    options |= {"return_dict_in_generate": True, **wanted}
+    expected, got = Looks(), Looks()
+    text_1T = model.generate(**options, stopping_criteria=StoppingCriteriaList([expected]))[0]
+    drafted = decoding(PlantedDrafter(text_1T[:, PROMPT:].tolist(), VOCAB))
+    criteria = StoppingCriteriaList([got])
+    model.generate(**options, stopping_criteria=criteria, custom_generate=drafted)
+    assert len(got.seen) == len(expected.seen) == NEW
+    for mine, theirs in zip(got.seen, expected.seen, strict=True):
+        if "scores" in asked:
+            torch.testing.assert_close(mine, theirs)
+        else:
+            assert mine is theirs is None
