@@ -10,8 +10,8 @@ Shapes: T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from contextlib import nullcontext
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -73,6 +73,7 @@ class RunningBatch:
         }
         self._lock = lock or nullcontext()
         self._batches: dict[Hashable, _Batch] = {}
+        self._failed: dict[Row, Exception] = {}  # since the last step
         self.stats = GenerationStats()
         self.alone = _why_alone(target)
         self.max_rows = 1 if self.alone else max_rows
@@ -179,23 +180,26 @@ class RunningBatch:
             beginning.read_prompts(last_hidden, self.stats)
         if row.done:
             return row
+        row.survived = (Exception,)
         key: Hashable = row
         if together:
             key = state.drawing, *map(_settings, logits_processor)
-        if (batch := self._batches.get(key)) is None:
-            self._batches[key] = batch = _Batch(beginning.rule, state)
-        else:
-            batch.state.join(state)
-        batch.slots[row] = beginning.slots
-        batch.fit()
+        batch = self._batches.setdefault(key, _Batch(beginning.rule, state))
+        with self._unbroken(key):
+            if batch.state is not state:
+                batch.state.join(state)
+            batch.slots[row] = beginning.slots
+            batch.fit()
         return row
 
     def step(self) -> dict[Row, Exception]:
-        """One step of each row; returns those that cannot go on, and why. They have left."""
-        failed: dict[Row, Exception] = {}
+        """One step of each row; returns those that cannot go on, and why. They have left: a row
+        alone whose streamer or stopping criterion raises, else all rows of a kind. Where what is
+        raised is no `Exception`, such as a KeyboardInterrupt, these have left too, and it is raised
+        here."""
         for key, batch in list(self._batches.items()):
-            rows = list(batch.state.rows)
-            try:
+            # A model's own code may raise anything, and other batches go on.
+            with suppress(Exception), self._unbroken(key):
                 with (
                     self._lock,
                     torch.inference_mode(not hasattr(self._target.model, "_hf_hook")),
@@ -209,12 +213,8 @@ class RunningBatch:
                         last_hidden,
                         self.stats,
                     )
-            # A model's own code may raise anything, and other batches go on.
-            except Exception as error:
-                failed |= dict.fromkeys(rows, error)
-                del self._batches[key]
-                continue
-            self._tidy(key)
+                self._tidy(key)
+        failed, self._failed = self._failed, {}
         return failed
 
     def leave(self, row: Row) -> None:
@@ -222,9 +222,28 @@ class RunningBatch:
         row.done = True
         for key, batch in list(self._batches.items()):
             if row in batch.state.rows:
-                with self._lock, torch.no_grad():
-                    batch.state.let_go()
-                self._tidy(key)
+                with self._unbroken(key):
+                    with self._lock, torch.no_grad():
+                        batch.state.let_go()
+                    self._tidy(key)
+
+    @contextmanager
+    def _unbroken(self, key: Hashable) -> Iterator[None]:
+        """Rows of the batch end with what breaks the block off, which may have changed a part of
+        what is kept of them."""
+        rows = list(self._batches[key].slots)  # not one that is about to join
+        try:
+            yield
+        except BaseException as fault:
+            self._batches.pop(key, None)
+            for row in rows:
+                if not row.done:
+                    row.fail(fault)
+            raise
+        finally:
+            for row in rows:
+                if isinstance(row.fault, Exception):
+                    self._failed[row] = row.fault
 
     def _tidy(self, key: Hashable) -> None:
         batch = self._batches[key]
@@ -253,7 +272,10 @@ class _Batch:
 
 
 def _settings(processor: Any) -> tuple[type, str]:
-    return type(processor), repr(sorted(vars(processor).items()))
+    settings = sorted(vars(processor).items())
+    # The middle of a long tensor is left out where it is written as it is.
+    whole = [(n, s.tolist() if isinstance(s, Tensor) else s) for n, s in settings]
+    return type(processor), repr(whole)
 
 
 def _why_alone(target: TargetModel) -> str | None:

@@ -69,6 +69,14 @@ def guests(count: int, *options: Mapping[str, Any], tokens: range, seed: int = 0
     return sorted(found, key=lambda guest: guest.joins)
 
 
+LONG: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20, "min_new_tokens": 20}
+
+
+def of_one_kind(count: int) -> list[Guest]:
+    """Texts of prompts of one length, from which settings count, and so of one batch."""
+    return [Guest([*range(40 * i + 9, 40 * i + 20)], 0, LONG) for i in range(count)]
+
+
 def host(batch: RunningBatch, visitors: Sequence[Guest]) -> list[list[int]]:
     """What each of them wrote; those that leave, up to where they left."""
     waiting, rows, left = list(enumerate(visitors)), dict[int, Row](), set[int]()
@@ -124,3 +132,23 @@ class PlantingOfPrompt(Planting):
 
 def truth_of(truths: Mapping[tuple[int, ...], Sequence[int]], row: Row) -> Sequence[int]:
     return truths[tuple(row.ids_1T()[0, : row.prompt_length].tolist())]
+
+
+class Breaking:
+    """A streamer whose call of so many breaks off."""
+
+    def __init__(self, fault: BaseException, calls: int, at_ends: bool = False) -> None:
+        self.fault, self.left, self.at_ends = fault, calls, at_ends
+
+    def put(self, token: Tensor) -> None:
+        if not self.at_ends:
+            self.count()
+
+    def end_step(self) -> None:
+        if self.at_ends:
+            self.count()
+
+    def count(self) -> None:
+        self.left -= 1
+        if not self.left:
+            raise self.fault

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from medusa_heads import DraftedModel, MedusaModel, TargetModel
 from medusa_heads.inference.engine.rows import Row
@@ -17,12 +19,15 @@ from medusa_heads.target.stacks import Stacks
 from scripts.prove.tiny_models import builder
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.joining import (
+    LONG,
+    Breaking,
     Guest,
     PlantedOfPrompt,
     PlantingOfPrompt,
     check,
     guests,
     host,
+    of_one_kind,
     truth_of,
 )
 from tests.inference.recurrent import CHAIN, short_target
@@ -206,3 +211,81 @@ def test_a_long_row_gives_its_cache_back(model: Any) -> None:
     while batch.rows:
         assert not batch.step()
     assert batch.cache_bytes() == batch.held_bytes == 0
+
+
+@pytest.mark.parametrize("at_ends", [False, True])
+def test_a_row_whose_streamer_raises_leaves_alone(model: Any, at_ends: bool) -> None:
+    first, second = of_one_kind(2)
+    batch, gone = TrainingFreeModel(model, "suffix").running_batch(4), OSError("nobody listens")
+    left = batch.add(first.inputs(), Breaking(gone, 3, at_ends), **LONG)
+    stays = batch.add(second.inputs(), **LONG)
+    failed: dict[Row, Exception] = {}
+    while batch.rows:
+        failed |= batch.step()
+    assert failed == {left: gone} and left.done and len(left.tokens) < 20
+    assert stays.tokens == second.expected(model)
+
+
+def test_an_interrupt_ends_the_rows_beside_which_it_came(model: Any) -> None:
+    """They would go on with a cache that holds half a step; rows of another kind do go on."""
+    first, second, third = of_one_kind(3)
+    batch = TrainingFreeModel(model, "suffix").running_batch(4)
+    third.options = {**LONG, "repetition_penalty": 1.3}
+    row = batch.add(first.inputs(), Breaking(KeyboardInterrupt(), 4), **LONG)
+    beside = batch.add(second.inputs(), **LONG)
+    other = batch.add(third.inputs(), **third.options)
+    with pytest.raises(KeyboardInterrupt):
+        while not row.done:
+            assert not batch.step()
+    assert batch.rows == [other] and row.done and beside.done
+    while batch.rows:
+        assert not batch.step()
+    assert other.tokens == third.expected(model)
+
+
+def test_rows_that_a_broken_join_spoilt_fail(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    first, second = of_one_kind(2)
+    batch = TrainingFreeModel(model, "suffix").running_batch(4)
+    row = batch.add(first.inputs(), **LONG)
+    monkeypatch.setattr(Stacks, "join", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        batch.add(second.inputs(), **LONG)
+    assert list(batch.step()) == [row] and not batch.rows
+
+
+class SeventhCall(StoppingCriteria):
+    """Ends a text when it is asked for the seventh time."""
+
+    asked = 0
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.asked += 1
+        return torch.full((len(input_ids),), self.asked >= 7, device=input_ids.device)
+
+
+def test_a_criterion_knows_its_row_wherever_it_stands(model: Any) -> None:
+    batch = TrainingFreeModel(model, "suffix").running_batch(3)
+    rows = [
+        batch.add(guest.inputs(), stopping_criteria=StoppingCriteriaList([SeventhCall()]), **LONG)
+        for guest in of_one_kind(3)
+    ]
+    while batch.rows:
+        assert not batch.step()
+    assert [len(row.tokens) for row in rows] == [7, 7, 7]
+
+
+def test_long_settings_are_told_apart_by_their_middle(model: Any) -> None:
+    """A long tensor is written without it."""
+    (guest,) = of_one_kind(1)
+    plain = guest.expected(model)
+    batch, rows = TrainingFreeModel(model, "suffix").running_batch(2), []
+    for suppressed in ([0] * 3001, [0] * 1500 + plain[4:5] + [0] * 1500):
+        asked = Guest(guest.prompt, 0, {**LONG, "suppress_tokens": suppressed})
+        rows.append((asked, batch.add(asked.inputs(), **asked.options)))
+    while batch.rows:
+        assert not batch.step()
+    for asked, row in rows:
+        assert row.tokens == asked.expected(model)
