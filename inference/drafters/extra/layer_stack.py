@@ -9,9 +9,10 @@ Shapes: B batch, T tokens, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from contextvars import ContextVar
+from threading import Lock
 from typing import Any
 
 import torch
@@ -23,10 +24,15 @@ from medusa_heads.target.target import TargetModel
 
 _OTHERWISE = "use another drafter"
 
+# What a thread leaves out, and how many things each returns beside the hidden states.
+_LEFT_OUT: ContextVar[Mapping[nn.Module, int | None]] = ContextVar("left_out")
+_standing: dict[nn.Module, _StandIn] = {}  # for layers that some thread leaves out now
+_lock = Lock()
+
 
 class LayerStack:
     """The decoder layers of a target, in the order in which they run. It stays as it is; within
-    `without`, forwards of some of its layers are replaced.
+    `without`, a thread runs some of its layers not.
 
     Raises:
         UnsupportedArchitecture: its layers cannot be found, or do not simply follow one another.
@@ -56,17 +62,19 @@ class LayerStack:
 
     @contextmanager
     def without(self, skipped: Collection[int]) -> Iterator[None]:
-        """Within the block, these layers do nothing."""
-        own = [(self._layers[i], self._layers[i].__dict__.get("forward")) for i in skipped]
+        """Within the block, these layers do nothing, where this thread runs them."""
+        token = _LEFT_OUT.set({self._layers[i]: self._returns[i] for i in skipped})
+        entered: list[_StandIn] = []
         try:
-            for i in skipped:
-                self._layers[i].forward = partial(_hand_on, self._returns[i])
+            with _lock:
+                for i in skipped:
+                    entered.append(_StandIn.enter(self._layers[i]))
             yield
         finally:
-            for layer, forward in own:
-                layer.__dict__.pop("forward", None)
-                if forward is not None:  # such as accelerate puts around a layer
-                    layer.forward = forward
+            with _lock:
+                for standing in entered:
+                    standing.leave()
+            _LEFT_OUT.reset(token)
 
     def _watch(self, target: TargetModel) -> list[int | None]:
         """See that each layer takes what the one before it returned."""
@@ -106,6 +114,39 @@ class LayerStack:
                 f"{self._kind} fails without some of its layers ({type(error).__name__}: "
                 f"{' '.join(str(error).split())[:120]})"
             ) from error
+
+
+class _StandIn:
+    """What is called for a layer while any thread leaves it out: the others get its own forward."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer, self._own = layer, layer.forward
+        self._put = layer.__dict__.get("forward")  # such as accelerate puts around a layer
+        self._threads = 0
+
+    @classmethod
+    def enter(cls, layer: nn.Module) -> _StandIn:
+        standing = _standing.get(layer)
+        if standing is None:
+            standing = _standing[layer] = cls(layer)
+            layer.forward = standing.forward
+        standing._threads += 1
+        return standing
+
+    def leave(self) -> None:
+        self._threads -= 1
+        if self._threads:
+            return
+        del _standing[self._layer], self._layer.__dict__["forward"]
+        if self._put is not None:
+            self._layer.forward = self._put
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # Nobody compiles a forward without layers, and graphs may outlast what stands here.
+        left_out = {} if torch.compiler.is_compiling() else _LEFT_OUT.get({})
+        if self._layer not in left_out:
+            return self._own(*args, **kwargs)
+        return _hand_on(left_out[self._layer], *args, **kwargs)
 
 
 @torch.no_grad()

@@ -1,10 +1,12 @@
-"""Targets whose layers cannot be left out are refused by name."""
+"""Targets whose layers cannot be left out are refused by name; a thread leaves out for itself."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from medusa_heads.errors import UnsupportedArchitecture
@@ -38,3 +40,37 @@ def test_what_cannot_be_left_out_is_refused_by_name(tiny_llama: TinyLlama) -> No
     with pytest.raises(UnsupportedArchitecture, match=r"fails without .* nothing came"):
         LayerStack(TargetModel(particular))
     assert "forward" not in particular.model.layers[1].__dict__
+
+
+def test_a_thread_leaves_layers_out_for_itself_alone(tiny_llama: TinyLlama) -> None:
+    model = tiny_llama(num_layers=3)
+    ids_1T = torch.arange(3, 12)[None]
+    stacks = [LayerStack(TargetModel(model)) for _ in range(2)]  # two decoders of one model
+
+    def logits() -> torch.Tensor:
+        with torch.no_grad():
+            return model(ids_1T).logits
+
+    own = model.model.layers[1].forward
+    model.model.layers[1].forward = lambda *args, **kwargs: own(*args, **kwargs)  # as accelerate's
+    put = model.model.layers[1].__dict__["forward"]
+    whole = logits()
+    with stacks[0].without([1]):
+        thinned = logits()
+    with stacks[1].without([1, 2]):
+        first = logits()
+    assert not torch.equal(thinned, whole) and not torch.equal(first, thinned)
+    with ThreadPoolExecutor(1) as pool:
+        other = stacks[1].without([1, 2])
+        with stacks[0].without([1]):
+            assert torch.equal(pool.submit(logits).result(), whole)
+            pool.submit(other.__enter__).result()
+            assert torch.equal(pool.submit(logits).result(), first)
+            assert torch.equal(logits(), thinned)
+        # The thread that began last is still within.
+        assert torch.equal(logits(), whole)
+        assert torch.equal(pool.submit(logits).result(), first)
+        pool.submit(other.__exit__, None, None, None).result()
+    assert torch.equal(logits(), whole)
+    assert model.model.layers[1].__dict__["forward"] is put
+    assert "forward" not in model.model.layers[2].__dict__
