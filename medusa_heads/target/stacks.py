@@ -56,6 +56,7 @@ class Stacks:
         stack, place = member
         return self.stacks[stack][place]
 
+    @torch.inference_mode(False)  # whoever comes first, all may write to it
     def add(self, *new: Tensor) -> list[Member]:
         """Places for one more layer: for its keys and its values, or for both at once. A new stack
         has room for layers still to come, since in most models they are alike; what stays unused is
@@ -69,6 +70,7 @@ class Stacks:
                     self.stacks[stack] = self.stacks[stack][:used].clone()
         return found
 
+    @torch.inference_mode(False)
     def add_beside(self, like: Tensor, a_layer: int = 1) -> Member:
         """A place for something else that a layer keeps of every token; of its kind, so many are
         kept in a layer."""

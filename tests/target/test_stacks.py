@@ -110,3 +110,16 @@ def test_the_rows_of_a_tree_are_written_where_they_belong(stacked: bool, width: 
             assert not buffer[:, :, [0, 1, 3, 5, 15]].any()
     copies = sum("index_copy_" in str(node.target) for node in program._graph.nodes)
     assert copies == (3 if stacked and width == 4 else 6)
+
+
+@pytest.mark.parametrize("layers", [1, 16])
+def test_a_cache_that_inference_mode_made_is_written_outside_of_it(layers: int) -> None:
+    """Also one that is handed out as a copy of another's rows."""
+    with torch.inference_mode():
+        cache, copy = RowCache(config(layers=layers)), RowCache(config(layers=layers))
+        fill(cache, 0, 6)
+        copy.take_over(cache)
+    for made in (cache, copy):
+        fill(made, 6, 4)
+        assert held(made, layers - 1) == [pytest.approx(n + (layers - 1) * 0.1) for n in range(10)]
+        assert not made.row_layers[0].keys.is_inference()

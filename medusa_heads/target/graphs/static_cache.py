@@ -75,10 +75,6 @@ class StackedStaticStacks(StaticStacks):
     buffer = Stacks.buffer
     move_rows = Stacks.move_rows
 
-    def add(self, *new: Tensor) -> list[Member]:
-        with torch.inference_mode(False):
-            return super().add(*new)
-
     def write(self, members: Sequence[Member], *new: Tensor) -> None:
         """At once where keys and values lie side by side: a kernel less for each layer."""
         (stack, place), last = members[0], members[-1]
