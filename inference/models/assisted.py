@@ -6,7 +6,6 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from threading import Lock
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import Tensor
@@ -21,6 +20,7 @@ from medusa_heads.inference.engine.running import RunningBatch
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.inference.models.compiling import (
     Compile,
+    TextLock,
     Views,
     check_compile,
     check_one_device,
@@ -106,7 +106,7 @@ class AssistedModel(ABC):
             self.target = usual_target(self.target)
         self._chosen = compile is None
         check_one_device(self.target)
-        self._lock = self.target.lock if isinstance(self.target, CompiledTarget) else Lock()
+        self._lock = self.target.lock if isinstance(self.target, CompiledTarget) else TextLock()
         self._views = Views(self._chosen)
         self._chain_only = capability(self.target) != "tree"
         self.acceptance, self.rng = acceptance, rng

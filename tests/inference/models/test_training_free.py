@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -144,3 +145,18 @@ def test_what_is_refused_is_refused_before_a_corpus_is_read(
     assert not reads
     TrainingFreeModel.from_pretrained(tmp_path / "target", corpus=options["corpus"])
     assert reads == [[[1, 2, 3]]]
+
+
+@pytest.mark.parametrize("drafter", ["auto", "lookahead", "early_exit:1"])
+def test_a_copy_is_a_decoder_of_its_own(model: Any, drafter: str) -> None:
+    """With a copy of the target, and a lock that nobody else waits for."""
+    decoder = TrainingFreeModel(model, drafter, compile=False)
+    given: dict[str, Any] = {**padded((0,), 11), "do_sample": False, "max_new_tokens": 20}
+    expected_BT = reference(model, **given)
+    decoder.generate(**given)
+    with decoder._lock:
+        copied = copy.deepcopy(decoder)
+        got_BT: Any = copied.generate(**given)
+    assert torch.equal(got_BT, expected_BT)
+    assert copied.target.model is not model
+    assert torch.equal(torch.as_tensor(decoder.generate(**given)), expected_BT)
