@@ -70,7 +70,7 @@ class ChosenDraftDrafter(Drafter):
             else:
                 tree = drafter.propose(state)
             self.steps[which] += 1
-            text: DraftedText = state.memories[drafter]
+            text: DraftedText = state.memories[_owner(drafter)]
             seconds = sum(clock.step(rows * nodes) for nodes in text.reads)
         nodes = rows * tree.num_nodes + state.again
         state.memories[self] = _Step(Memory(active), choice, which, rows, nodes, seconds)
@@ -103,7 +103,7 @@ class ChosenDraftDrafter(Drafter):
     def _missed(self, state: DecodingState, which: int) -> float:
         """Seconds in which a draft model reads what was committed without it."""
         drafter, clock = self._drafters[which]
-        text: DraftedText | None = state.memories.get(drafter)
+        text: DraftedText | None = state.memories.get(_owner(drafter))
         rows, read = len(state.rows), text.caught_up if text else 0.0
         missed = fmean(row.length for row in state.rows) - read
         return clock.step(rows * max(round(missed), 1)) - clock.step(rows)
@@ -153,3 +153,8 @@ class _Step(NamedTuple):
     batch: int
     nodes: int
     drafting: float
+
+
+def _owner(drafter: Drafter | AdaptiveTree) -> int | AdaptiveTree:
+    """By what it finds its text among a state's memories."""
+    return drafter.number if isinstance(drafter, Drafter) else drafter
