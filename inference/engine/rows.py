@@ -86,8 +86,8 @@ class StopCheck:
         ends = ends or (self._max_length is not None and row.length >= self._max_length)
         # All are asked, whatever one of them says, as generate() asks them.
         scores = row.recorder.shown if row.recorder else None
-        if alone := self._alone[row.place]:
-            ends = bool(alone(row.ids_1T(), scores).all()) or ends
+        if self._alone[0]:
+            ends = bool(self._alone[row.place](row.ids_1T(), scores).all()) or ends
         if self._others_of_row:
             ids_BT = row.ids_1T().repeat(row.batch_size, 1)
             for criterion in self._others_of_row[row.place]:
