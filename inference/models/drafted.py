@@ -45,6 +45,9 @@ class DraftedModel(AssistedModel):
         options: `acceptance`, `acceptance_settings`, `rng`, `compile`, `compile_backend`: see
             AssistedModel.
 
+    With `rng="transformers"` drafts of `"auto"` and `"sampled"` trees are drawn themselves: a text
+    has the target's law, and is not that of `generate()` with the same seed.
+
     `plan/draft.py` says what the words for trees mean. Draft models are put into evaluation mode;
     each keeps a cache of its own.
 
