@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 UNFINISHED = "\ufffd"  # what a tokenizer makes of the first bytes of a character
 _BEFORE = 4  # tokens that the first new ones are decoded with
+_BEGINNING = 3  # further ones that may be the beginning of the character that these begin in
 
 
 class Pieces:
@@ -21,19 +22,51 @@ class Pieces:
 
     def __init__(self, decode: Callable[[list[int]], str], before: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._ids = list(before)[-_BEFORE:]
+        self._ids = _last_characters(decode, before)
         self._shown = len(self._ids)  # of these, so many are in the pieces so far
+        self._new: list[int] = []
 
     def put(self, tokens: Sequence[int]) -> None:
         """The next tokens of the text."""
-        self._ids += tokens
+        self._new += tokens
 
     def next(self, *, whole: bool = False) -> str:
         """What the tokens since the last piece add; `whole` at the end of the text, where nothing
         completes a character any more."""
-        before, now = self._decode(self._ids[: self._shown]), self._decode(self._ids)
-        if len(now) <= len(before) or (now.endswith(UNFINISHED) and not whole):
+        new, self._new = self._new, []
+        now = self._decode(self._ids + new)
+        if UNFINISHED not in now:
+            self._ids += new
+            return self._added(now)
+        # What is broken may break all that is decoded with it, and so comes by itself.
+        piece = ""
+        for token in new:
+            self._ids.append(token)
+            now = self._decode(self._ids)
+            piece += "" if now.endswith(UNFINISHED) else self._added(now)
+        return piece + (self._added(self._decode(self._ids)) if whole else "")
+
+    def _added(self, now: str) -> str:
+        """What the text of the tokens so far adds to the last piece."""
+        before = self._decode(self._ids[: self._shown])
+        if not now.startswith(before):
+            if now.startswith(begun := before.rstrip(UNFINISHED)):
+                before = begun  # of a character that is complete now
+            elif UNFINISHED in now:
+                # Some decoders take a run of bytes for broken as a whole, with what was shown.
+                before, now = "", self._decode(self._ids[self._shown :])
+        if len(now) <= len(before):
             return ""
         self._ids = self._ids[self._shown :]
         self._shown = len(self._ids)
         return now[len(before) :]
+
+
+def _last_characters(decode: Callable[[list[int]], str], ids: Sequence[int]) -> list[int]:
+    """The last few tokens, from the beginning of a character on if there is one near: with half of
+    one, some decoders take all bytes up to the next other token for broken."""
+    for count in range(_BEFORE, _BEFORE + _BEGINNING + 1):
+        found = list(ids[-count:])
+        if not decode(found).startswith(UNFINISHED):
+            return found
+    return list(ids[-_BEFORE:])

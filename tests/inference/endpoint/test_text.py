@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -16,7 +18,9 @@ def decode(ids: list[int]) -> str:
     return bytes(ids).decode("utf-8", "replace")
 
 
-def write(text: Text, steps: list[list[int]]) -> tuple[list[str], str | None]:
+def write(
+    text: Text, steps: list[list[int]], decode: Callable[[list[int]], str] = decode
+) -> tuple[list[str], str | None]:
     """What is told of a text whose tokens are bytes."""
     told: list[tuple[str, str | None]] = []
     text.tell = lambda piece, ending: told.append((piece, ending))
@@ -76,6 +80,21 @@ def test_where_a_text_stops_does_not_depend_on_its_steps(steps: list[list[int]],
     second, _ = write(whole, [tokens])
     assert "".join(first) == "".join(second) and one_by_one.tokens == whole.tokens
     assert "".join(first) == decode(tokens).partition("A" * n + "B")[0]
+
+
+@pytest.mark.parametrize(("stop", "written"), [([], "\u0a93\u0a96."), (["\u0a96"], "\u0a93")])
+def test_a_prompt_that_ends_in_bytes_is_continued(stop: list[str], written: str) -> None:
+    """As Llama 2's tokenizer decodes: half a character breaks all bytes beside it."""
+
+    def decode_as_one(ids: list[int]) -> str:
+        try:
+            return bytes(ids).decode()
+        except UnicodeDecodeError:
+            return "\N{REPLACEMENT CHARACTER}" * len(ids)
+
+    text = Text(list(("\u0a97" * 9).encode()), 9, stop=stop)
+    told, _ = write(text, [[byte] for byte in "\u0a93\u0a96.".encode()], decode_as_one)
+    assert "".join(told) == written
 
 
 def test_one_that_never_began_can_end() -> None:
