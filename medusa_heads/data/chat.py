@@ -24,7 +24,14 @@ from medusa_heads.data.turns import LearntRows, end_of_turns, replaced, rows_of_
 from medusa_heads.files import half_character
 
 # What a template's code may raise on a row that it was not made for.
-_TEMPLATE_FAULTS = (ValueError, TypeError, KeyError, IndexError, AttributeError)
+_TEMPLATE_FAULTS = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 
 
 class Rendered(NamedTuple):
@@ -205,9 +212,12 @@ def _spoken(conversation: Conversation) -> list[int] | BadRow:
 
 
 def ask_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any]) -> list[int]:
-    """Token ids of a conversation, ready to be answered. Raises BadRow: the template refuses it."""
+    """Token ids of a conversation, ready to be answered. Raises BadRow: the template refuses it, or
+    makes no tokens of it."""
     template = ChatTemplate(tokenizer)
     (ids,) = template.encode([template.render(messages, None, ask=True)])
+    if not ids:
+        raise BadRow("the chat template makes no tokens of it: say something")
     return ids
 
 

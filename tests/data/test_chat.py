@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from medusa_heads.data.bad_rows import BadRow
-from medusa_heads.data.chat import ChatTemplate, continuation
+from medusa_heads.data.chat import ChatTemplate, ask_ids, continuation
 from medusa_heads.data.formats import Conversation
+from tests.inference.speaking import make_tokenizer
 from tests.training import templates
 from tests.training.templates import rows_of
 
@@ -207,3 +208,28 @@ def test_half_a_character_is_no_text(tokenizer: Any) -> None:
     said = {"role": "user", "content": "\ud800"}
     with pytest.raises(BadRow, match="it holds half a character"):
         rows_of(ChatTemplate(tokenizer, templates.PLAIN), Conversation([said, ONE]))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1 // (messages | length - 1) }}",
+        "{% for i in range(10 ** 9) %}{% endfor %}",  # more than a template may
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{{ messages[9].content.strip() }}",
+        "{{ raise_exception('no') }}",
+    ],
+)
+def test_what_fails_in_a_template_is_a_refusal(template: str, tokenizer: Any) -> None:
+    with pytest.raises(BadRow, match="the chat template refuses it"):
+        ChatTemplate(tokenizer, template).render([USER], None, ask=True)
+    both = [Conversation([USER, ONE]), Conversation([USER, TWO])]
+    assert all(
+        isinstance(each, BadRow) for each in ChatTemplate(tokenizer, template).rendered(both)
+    )
+
+
+def test_a_conversation_without_tokens_cannot_be_answered() -> None:
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(BadRow, match="the chat template makes no tokens of it"):
+        ask_ids(tokenizer, [{"role": "user", "content": ""}])
