@@ -89,6 +89,10 @@ class Reader:
         if source not in given:
             raise ValueError(f"{source} is missing")
         prompt = self._chat(given[source]) if chat else self._prompt(given[source])
+        # A tokenizer may have tokens of its own, and on a GPU one too many ends the process.
+        readable = self._target.readable
+        if (beyond := next((id for id in prompt if not 0 <= id < readable), None)) is not None:
+            raise ValueError(f"the target has no token {beyond}: leave it out of the {source}")
         stream = _of_kind(given, "stream", bool, False)
         usage = _of_kind(given, "stream_options", dict, {})
         if set(usage) - {"include_usage"}:
@@ -110,8 +114,6 @@ class Reader:
             ids: list[int] = self._tokenizer(_encodable(prompt, "prompt"))["input_ids"]
         elif isinstance(prompt, list) and all(map(_is_whole, prompt)):
             ids = prompt
-            if beyond := [token for token in ids if not 0 <= token < self._target.vocab_size]:
-                raise ValueError(f"the target has no token {beyond[0]}")
         else:
             raise ValueError("prompt must be one text, or the token ids of one")
         if not ids:

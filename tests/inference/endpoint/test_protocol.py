@@ -127,11 +127,41 @@ def test_without_a_template_nobody_talks(model: Any) -> None:
         read(reader, chat=True)
 
 
+def test_what_the_tokenizer_has_and_the_target_has_not(model: Any, tokenizer: Any) -> None:
+    """In token ids, in a text and in a conversation alike."""
+    larger = make_tokenizer()
+    larger.add_tokens(["<extra>"])
+    reader, extra = Reader(model.target, larger), len(tokenizer)
+    talk = [{"role": "user", "content": "a<extra>"}]
+    for chat, body in (
+        (False, {"prompt": [4, extra]}),
+        (False, {"prompt": "a<extra>"}),
+        (True, {"messages": talk}),
+    ):
+        with pytest.raises(ValueError, match=f"the target has no token {extra}"):
+            read(reader, chat=chat, **body)
+
+
+def test_what_the_target_reads_and_does_not_write_can_be_asked(tokenizer: Any) -> None:
+    reads: Any = SimpleNamespace(
+        max_positions=None, vocab_size=9, readable=12, check_length=lambda *_: None
+    )
+    assert read(Reader(reads, tokenizer), prompt=[11]).text.prompt == [11]
+    with pytest.raises(ValueError, match="the target has no token 12"):
+        read(Reader(reads, tokenizer), prompt=[12])
+
+
+def test_a_conversation_without_tokens_is_refused(model: Any) -> None:
+    bare = make_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(ValueError, match="makes no tokens of it"):
+        read(Reader(model.target, bare), chat=True, messages=[{"role": "user", "content": ""}])
+
+
 def test_a_target_without_limits_has_one_here(model: Any, tokenizer: Any) -> None:
     def check_length(*_: Any) -> None:
         """Nothing is too long."""
 
-    endless: Any = SimpleNamespace(max_positions=None, vocab_size=97, check_length=check_length)
+    endless: Any = SimpleNamespace(max_positions=None, readable=97, check_length=check_length)
     assert read(Reader(endless, tokenizer), chat=True).text.max_tokens == 4096
     with pytest.raises(ValueError, match="max_tokens must be at most 2147483648"):
         read(Reader(endless, tokenizer), max_tokens=1 << 70)
