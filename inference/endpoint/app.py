@@ -131,7 +131,7 @@ def _calling(request: Request) -> set[str]:
     mean this machine."""
     asked = [request.headers.get("host", "localhost")]
     asked += [origin.partition("://")[2] for origin in request.headers.getlist("origin")]
-    return {re.sub(r":\d+$", "", host) for host in asked}
+    return {re.sub(r":\d+$", "", host).lower() for host in asked}
 
 
 async def _body(request: Request) -> bytes:

@@ -33,7 +33,7 @@ class Server:
         tokenizer: of its target; by default loaded from where that came from.
         host, port: where to listen; port 0: a free one.
         max_rows: texts that are written at a time.
-        queue: texts that may wait; more are answered with 429.
+        queue: texts that may wait besides; more are answered with 429.
         cache_bytes: that keys and values may take; None: as much as the rows need.
         api_key: that clients must send; None: none.
         name: of the model for clients; by default its target's.
@@ -89,7 +89,7 @@ class Server:
             self._reading,
             name or target.name_or_path or "model",
             api_key=api_key,
-            hosts={"localhost", "127.0.0.1", "[::1]", called} if local else None,
+            hosts={"localhost", "127.0.0.1", "[::1]", called.lower()} if local else None,
         )
         config = uvicorn.Config(
             app,

@@ -200,6 +200,7 @@ def test_what_fails_while_it_is_written_is_said(server: Server, monkeypatch: Any
     [
         ({"Host": "localhost:8000"}, 200),
         ({"Host": "[::1]:8000", "Origin": "http://127.0.0.1:3000"}, 200),
+        ({"Host": "LOCALHOST:8765", "Origin": "http://LocalHost"}, 200),
         ({"Host": "page.example"}, 403),
         ({"Host": "page.example:8000", "Origin": "http://page.example:8000"}, 403),
         ({"Origin": "https://page.example"}, 403),
