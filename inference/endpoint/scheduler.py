@@ -43,7 +43,7 @@ class Scheduler:
         batch: that nobody else uses.
         model: the target's, whose generation settings say at which tokens texts end.
         decode: makes text of token ids.
-        queue: texts that may wait.
+        queue: texts that may wait, besides those that the batch has rows for.
         cache_bytes: that keys and values may take; None: as much as the rows need.
     """
 
@@ -62,6 +62,7 @@ class Scheduler:
         self._waiting: deque[Text] = deque()
         self._cancelled: set[Text] = set()
         self._running: dict[Row, Text] = {}
+        self._taken = 0  # texts that have not ended: waiting, running, or between the two
         self._turning = False
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -94,9 +95,10 @@ class Scheduler:
         with self._changed:
             if self._closed:
                 raise Closed("the server is going down")
-            if len(self._waiting) >= self._queue:
+            if self._taken >= self._batch.max_rows + self._queue:
                 self.metrics.count("refused")
                 raise Overloaded(self.metrics.seconds_to_wait(len(self._waiting)))
+            self._taken += 1
             self._waiting.append(text)
             self.metrics.queued = len(self._waiting)
             self._changed.notify()
@@ -184,6 +186,8 @@ class Scheduler:
             ending if ending in ("cancelled", "failed") else "finished",
             time.perf_counter() - text.asked_at,
         )
+        with self._changed:  # first: who is told may ask again at once
+            self._taken -= 1
         text.end(ending, fault)
 
     def __enter__(self) -> Scheduler:

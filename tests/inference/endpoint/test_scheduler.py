@@ -46,18 +46,21 @@ def test_first_come_first_served_and_one_joins_a_turn(endless: Any, tokenizer: A
 
 
 def test_a_full_queue_refuses(endless: Any, tokenizer: Any) -> None:
-    scheduler = scheduler_of(endless, tokenizer, 1, queue=2)
-    texts = [Told("abc", tokenizer, 5) for _ in range(3)]
-    scheduler.submit(texts[0].text)
-    scheduler.submit(texts[1].text)
-    with pytest.raises(Overloaded, match="try again in 1 s") as refused:
-        scheduler.submit(texts[2].text)
-    assert refused.value.seconds >= 1
-    scheduler.turn()
-    scheduler.submit(texts[2].text)  # one has left the queue
+    scheduler = scheduler_of(endless, tokenizer, 2, queue=1)
+    texts = [Told("abc", tokenizer, tokens) for tokens in (3, 20, 20, 5)]
+    for told in texts[:3]:  # two for the rows, which are free, and one that waits for them
+        scheduler.submit(told.text)
+    for _ in range(2):
+        with pytest.raises(Overloaded, match="try again in 1 s") as refused:
+            scheduler.submit(texts[3].text)
+        assert refused.value.seconds >= 1
+        scheduler.turn()  # one has left the queue, and has a row
+    while texts[0].text.ending is None:
+        scheduler.turn()
+    scheduler.submit(texts[3].text)
     turns(scheduler)
-    assert [told.text.ending for told in texts] == ["length"] * 3
-    assert 'requests_total{outcome="refused"} 1\n' in scheduler.metrics.text()
+    assert [told.text.ending for told in texts] == ["length"] * 4
+    assert 'requests_total{outcome="refused"} 2\n' in scheduler.metrics.text()
 
 
 def test_cancelled_texts_free_their_rows(endless: Any, tokenizer: Any) -> None:
@@ -78,6 +81,29 @@ def test_cancelled_texts_free_their_rows(endless: Any, tokenizer: Any) -> None:
     assert third.text.ending == "length"
     text = scheduler.metrics.text()
     assert "medusa_heads_cache_bytes 0\n" in text and "requests_running 0\n" in text
+
+
+def test_who_is_told_of_the_end_can_ask_again(endless: Any, tokenizer: Any) -> None:
+    """However it ended, in a row and in the queue, there is room for as many as before."""
+    scheduler = scheduler_of(endless, tokenizer, 1, queue=1)
+    for _ in range(3):
+        done, failed, left = (Told("abc", tokenizer, 3) for _ in range(3))
+        failed.text.options["num_beams"] = 3
+        scheduler.submit(done.text)
+
+        def ask_again(_: str, ending: Any, text: Any = left.text) -> None:
+            if ending:
+                scheduler.submit(text)
+
+        done.text.tell = ask_again
+        scheduler.submit(failed.text)
+        while done.text.ending is None:
+            scheduler.turn()
+        scheduler.cancel(left.text)
+        turns(scheduler)
+        assert [each.text.ending for each in (done, failed, left)] == [
+            "length", "failed", "cancelled"
+        ]  # fmt: skip
 
 
 def test_the_cache_has_room_for_so_much(endless: Any, tokenizer: Any) -> None:
