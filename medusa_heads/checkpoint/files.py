@@ -128,29 +128,34 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def empty_folder(folder: str | os.PathLike[str]) -> Path:
-    """The path of a folder that is to be written, absolute. Raises ValueError: something stands
-    there already, or nothing may be written beside it."""
-    path = expanded(folder).absolute()
-    check_folder(path.parent)
-    remove_leftovers(path.parent)
+    """The path of a folder that is to be written, absolute, links followed. Raises ValueError:
+    something stands there already, or nothing may be written there."""
+    path = expanded(folder).resolve()
+    for place in (path, path.parent):
+        remove_leftovers(place)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(
             f"{str(folder)!r} exists and is not empty: name another folder to write to"
         )
+    check_folder(path)
     return path
 
 
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder`, empty or absent, which takes its place when the block ends without
-    an error."""
+    """A folder whose content is that of `folder`, empty or absent, when the block ends without an
+    error. An absent one is there whole, or not at all; one that exists stays itself, with its
+    rights and whoever is in it, and gets last what vouches for other files."""
+    folder = folder.resolve()
+    if folder.is_dir():
+        with filled(folder, CONFIG_FILE, SIDECAR_FILE) as made:
+            yield made
+        return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with staging(folder.parent) as beside:
         made = beside / folder.name
         made.mkdir()
         yield made
-        if folder.exists():
-            folder.rmdir()
         move_in(beside, folder.parent, [folder.name])
 
 

@@ -18,7 +18,7 @@ from medusa_heads.checkpoint.files import (
     write_custom_generate,
 )
 from medusa_heads.checkpoint.stored_heads import read_sidecar
-from medusa_heads.contents import SIDECAR_FILE
+from medusa_heads.contents import SIDECAR_FILE, is_heads
 from medusa_heads.files import check_folder, expanded, refuse_link, remove_leftovers
 from medusa_heads.hub.folder import own_files
 from medusa_heads.hub.names import (
@@ -77,13 +77,15 @@ def pull(
     name = check_repo_id(split_revision(repo_id)[0])
     revision = wanted_revision(repo_id, revision)
     folder = expanded(out if out is not None else name.split("/")[1])
-    remove_leftovers(folder.parent)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        replaceable = (folder / SIDECAR_FILE).is_file()
+    place = folder.resolve()
+    for part in (place, place.parent):
+        remove_leftovers(part)
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        replaceable = is_heads(place)
         if not (overwrite and replaceable):
             hint = "overwrite it (--overwrite), or " if replaceable else ""
             raise ValueError(f"{str(folder)!r} is in use: {hint}pull into another folder")
-    check_folder(folder)
+    check_folder(place)
     _ask_for(name, revision, token)
     copy_checkpoint(_download(name, revision, KEPT_FILES, token), folder)
     return folder
@@ -125,7 +127,7 @@ def _download(
 
 def copy_checkpoint(source: Path, folder: Path) -> None:
     """Copy a checkpoint's own files, beside their place first; earlier heads' files go. A folder
-    that holds nothing yet is there whole, or not at all. Raises ValueError: a file is a link that
+    that is not there yet is there whole, or not at all. Raises ValueError: a file is a link that
     leads elsewhere, or none that a checkpoint has; OSError: the folder cannot be written."""
     present = own_files(source, KEPT_FILES)
     refuse_link(folder / ADAPTER_FOLDER)

@@ -84,8 +84,13 @@ def test_a_folder_in_use_is_not_written_over(hub: LocalHub, pushed: Path, tmp_pa
     (out / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="is in use: pull into another folder"):
         pull("alice/heads", out, overwrite=True)
+    with pytest.raises(ValueError, match="is in use: pull into another folder"):
+        pull("alice/heads", out / "none" / "..")
     (out / "notes.txt").unlink()
-    pull("alice/heads", out)
+    (tmp_path / "link").symlink_to(out)
+    inode = out.stat().st_ino
+    assert pull("alice/heads", tmp_path / "link").is_symlink()
+    assert out.stat().st_ino == inode and not (out / "none").exists()
     (out / "notes.txt").write_text("mine")
     (out / "accuracy.png").write_text("of the heads before")
     with pytest.raises(ValueError, match=r"in use: overwrite it \(--overwrite\), or pull into"):
