@@ -75,7 +75,10 @@ def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> in
         if len(sentence) > _LONGEST:
             sentence = f"{sentence[: _LONGEST // 2]} [..] {sentence[-_LONGEST // 2 :]}"
         if isinstance(error, OSError) and error.filename is not None and error.strerror:
-            sentence = f"{str(error.filename)!r} cannot be read or written ({error.strerror})"
+            cannot = "cannot be read or written"
+            if error.filename2 is not None:
+                cannot = f"cannot be copied or moved to {str(error.filename2)!r}"
+            sentence = f"{str(error.filename)!r} {cannot} ({error.strerror})"
         if full:
             sentence = f"a file could not be written, is the disk full? ({sentence})"
         if crowded:

@@ -162,20 +162,24 @@ def test_a_users_mistake_is_one_sentence(
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "of"),
     [
-        PermissionError(13, "Permission denied", "/x/y"),
-        FileNotFoundError(2, "No such file", "/x/y"),
+        (PermissionError(13, "Permission denied", "/x/y"), "'/x/y' cannot be read or written"),
+        (FileNotFoundError(2, "No such file", "/x/y"), "'/x/y' cannot be read or written"),
+        (
+            OSError(18, "Invalid cross-device link", "/x/y", None, "/z"),
+            "'/x/y' cannot be copied or moved to '/z'",
+        ),
     ],
 )
 def test_what_the_system_refuses_is_a_sentence(
-    error: OSError, capsys: pytest.CaptureFixture[str]
+    error: OSError, of: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> None:
         raise error
 
     assert run_command(fail) == 2
-    told = f"'/x/y' cannot be read or written ({error.strerror})"
+    told = f"{of} ({error.strerror})"
     assert capsys.readouterr().err == f"medusa-heads: error: {told}\n"
 
 
