@@ -65,6 +65,13 @@ def foreign_model(folder: str | os.PathLike[str]) -> str | None:
     return next((name for name in found if not any(fnmatch(name, each) for each in own)), None)
 
 
+def refuse_model(folder: str | os.PathLike[str]) -> None:
+    """Raises ValueError where heads would come to lie among the files of a model."""
+    model = None if is_heads(folder) else DRAFT_FILE if is_draft(folder) else foreign_model(folder)
+    if model is not None:
+        raise ValueError(f"{str(folder)!r} holds a model ({model}): name another folder for heads")
+
+
 def _is_adapter(folder: str | os.PathLike[str]) -> bool:
     return (Path(folder) / ADAPTER_CONFIG).is_file()
 

@@ -29,14 +29,7 @@ from medusa_heads.checkpoint.files import (
 )
 from medusa_heads.checkpoint.tensor_file import mapped_tensors, read_tensors, write_tensors
 from medusa_heads.config import HeadsConfig
-from medusa_heads.contents import (
-    DRAFT_FILE,
-    SIDECAR_FILE,
-    foreign_model,
-    instead_of_heads,
-    is_draft,
-    is_heads,
-)
+from medusa_heads.contents import SIDECAR_FILE, instead_of_heads, refuse_model
 from medusa_heads.heads import KINDS
 from medusa_heads.masking import masked
 from medusa_heads.target.fingerprint import file_sha256
@@ -74,9 +67,7 @@ def write_stored(
     """Write a checkpoint folder, beside its place first and then renamed, file by file. Raises
     ValueError: the tensors are not those of such heads, or a model lies in the folder."""
     _check_shapes(stored.tensors, stored.config, WEIGHTS_FILE)
-    model = None if is_heads(folder) else DRAFT_FILE if is_draft(folder) else foreign_model(folder)
-    if model is not None:
-        raise ValueError(f"{str(folder)!r} holds a model ({model}): name another folder for heads")
+    refuse_model(folder)
     folder = Path(folder)
     # The sidecar comes last: it holds the weights' checksum, and so vouches for them.
     with filled(folder, WEIGHTS_FILE, CONFIG_FILE, SIDECAR_FILE) as made:

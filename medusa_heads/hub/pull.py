@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,13 @@ from medusa_heads.checkpoint.files import (
     CARD_FILE,
     KEPT_FILES,
     LOADED_FILES,
+    OWN_FILES,
     filled,
     staged,
     write_custom_generate,
 )
 from medusa_heads.checkpoint.stored_heads import read_sidecar
-from medusa_heads.contents import SIDECAR_FILE, is_heads
+from medusa_heads.contents import SIDECAR_FILE, is_heads, refuse_model
 from medusa_heads.files import check_folder, expanded, refuse_link, remove_leftovers
 from medusa_heads.hub.folder import own_files
 from medusa_heads.hub.names import (
@@ -128,10 +129,15 @@ def _download(
 def copy_checkpoint(source: Path, folder: Path) -> None:
     """Copy a checkpoint's own files, beside their place first; earlier heads' files go. A folder
     that is not there yet is there whole, or not at all. Raises ValueError: a file is a link that
-    leads elsewhere, or none that a checkpoint has; OSError: the folder cannot be written."""
+    leads elsewhere, or none that a checkpoint has, or would be written over and is none of earlier
+    heads; OSError: the folder cannot be written."""
     present = own_files(source, KEPT_FILES)
     refuse_link(folder / ADAPTER_FOLDER)
     folder = folder.resolve()
+    replaced = is_heads(folder)
+    if not replaced:
+        _refuse_files(folder, {*OWN_FILES} - {CARD_FILE} | present.keys())
+        refuse_model(folder)
     in_use = folder.exists() and any(folder.iterdir())
     # The sidecar comes last: it vouches for the weights.
     with filled(folder, SIDECAR_FILE) if in_use else staged(folder) as made:
@@ -139,5 +145,15 @@ def copy_checkpoint(source: Path, folder: Path) -> None:
             (made / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, made / name)
         write_custom_generate(made)
-    for name in set(KEPT_FILES) - {*present, CARD_FILE}:
+    for name in set(KEPT_FILES) - {*present, CARD_FILE} if replaced else ():
         (folder / name).unlink(missing_ok=True)
+
+
+def _refuse_files(folder: Path, names: Iterable[str]) -> None:
+    """Raises ValueError where files lie in a folder that heads would take for their own, and so
+    write over, remove or publish."""
+    if found := sorted(name for name in names if os.path.lexists(folder / name)):
+        raise ValueError(
+            f"{str(folder)!r} holds no heads, but files under names that heads use "
+            f"({', '.join(found)}): name another folder for heads"
+        )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from medusa_heads.checkpoint.files import OWN_FILES
-from medusa_heads.hub.pull import find_checkpoint, pull
+from medusa_heads.hub.pull import copy_checkpoint, find_checkpoint, pull
 from medusa_heads.hub.push import prepare_push, push
 from tests.hub.conftest import BOB
 from tests.hub.hub_api import Handler, Refusal
@@ -97,6 +97,50 @@ def test_a_folder_in_use_is_not_written_over(hub: LocalHub, pushed: Path, tmp_pa
         pull("alice/heads", out)
     pull("alice/heads", out, overwrite=True)
     assert (out / "notes.txt").read_text() == "mine" and not (out / "accuracy.png").exists()
+
+
+def test_heads_lie_beside_other_files_and_over_none(checkpoint: Path, tmp_path: Path) -> None:
+    for name in ("report.md", "README.md"):
+        (checkpoint / name).write_text("of the heads")
+    mine = {"notes.txt": b"mine", "src/report.md": b"mine"}
+    out = tmp_path / "project"
+    (out / "src").mkdir(parents=True)
+    for name, content in mine.items():
+        (out / name).write_bytes(content)
+    own = ("config.json", "report.md", "accuracy.png", "README.md", "custom_generate/generate.py")
+    (out / "custom_generate").mkdir()
+    for name in own:  # of which the heads have no picture: it would go with the next heads
+        (out / name).write_bytes(b"[1]")
+        before = contents(out)
+        with pytest.raises(ValueError, match=rf"project' .*names that heads use \({name}\): name"):
+            copy_checkpoint(checkpoint, out)
+        assert contents(out) == before
+        (out / name).unlink()
+    (out / "custom_generate").rmdir()
+    copy_checkpoint(checkpoint, out)
+    (out / "accuracy.png").write_text("of the heads before")
+    copy_checkpoint(checkpoint, out)
+    assert contents(out) == contents(copied(checkpoint, tmp_path / "alone")) | mine
+    (checkpoint / "README.md").unlink()
+    (tmp_path / "described").mkdir()
+    (tmp_path / "described" / "README.md").write_text("mine")
+    copy_checkpoint(checkpoint, tmp_path / "described")
+    assert (tmp_path / "described" / "README.md").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "draft_model.json"])
+def test_a_folder_of_a_model_is_left_alone(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / name).write_text("{}")
+    before = contents(tmp_path / "model")
+    with pytest.raises(ValueError, match=rf"holds a model \({name}\): name another folder"):
+        copy_checkpoint(checkpoint, tmp_path / "model")
+    assert contents(tmp_path / "model") == before
+
+
+def copied(checkpoint: Path, folder: Path) -> Path:
+    copy_checkpoint(checkpoint, folder)
+    return folder
 
 
 def test_loading_downloads_what_it_reads_and_once(hub: LocalHub, pushed: Path) -> None:
