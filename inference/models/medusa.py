@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from dataclasses import replace
 from functools import cache
@@ -15,12 +14,10 @@ from medusa_heads.checkpoint.adapter import adapter_digest, load_adapter
 from medusa_heads.checkpoint.checkpoint import load_heads, save_heads
 from medusa_heads.checkpoint.provenance import provenance
 from medusa_heads.checkpoint.stored_heads import StoredHeads, read_sidecar
-from medusa_heads.files import read_json, replace_json
 from medusa_heads.heads import DraftHeads
 from medusa_heads.heads.int8 import in_int8
 from medusa_heads.heads.preview import with_preview
-from medusa_heads.hub.folder import own_files
-from medusa_heads.hub.names import is_local
+from medusa_heads.hub.carried import carry_along
 from medusa_heads.hub.pull import copy_checkpoint, find_checkpoint
 from medusa_heads.hub.push import prepare_push, push
 from medusa_heads.inference.drafters.base import Drafter
@@ -189,16 +186,21 @@ class MedusaModel(AssistedModel):
     ) -> Path:
         """Write a checkpoint folder of the heads as they are now, without any weight of the target.
 
-        What came with heads that were loaded goes along: statistics, adapter, reports.
+        What came with heads that were loaded goes along: their adapter and, while the heads are as
+        they were loaded or rounded, what was measured of them: reports, card, statistics. Of heads
+        that were changed since, statistics are stored only if they were given or set since, as
+        `statistics`.
 
         Args:
-            folder: receives them.
+            folder: receives them: a new one, one of earlier heads, which are replaced, or one of
+                other files.
             with_vocab_matrix: lay a copy of the target's vocabulary matrix beside the heads, with
                 which vLLM 0.32 reads the folder as it is.
 
         Raises:
             ValueError: the target carries an adapter that no checkpoint came with, no engine would
-                read the matrix, or what came with the heads are links that lead elsewhere.
+                read the matrix, what came with the heads are links that lead elsewhere, or files in
+                the folder would be lost: a model's, or some under names that heads use.
             OSError: the folder cannot be written.
         """
         stored = self.stored
@@ -219,7 +221,7 @@ class MedusaModel(AssistedModel):
                 with_vocab_matrix=with_vocab_matrix,
             )
             if stored is not None and self.checkpoint is not None:
-                _carry_along(self.checkpoint, stored, made)
+                carry_along(self.checkpoint, stored, made)
             copy_checkpoint(made, Path(folder))
         return Path(folder)
 
@@ -259,23 +261,6 @@ class MedusaModel(AssistedModel):
                 with_vocab_matrix=with_vocab_matrix,
             )
             return push(prepared, **options)
-
-
-def _carry_along(came_from: Path, stored: StoredHeads, made: Path) -> None:
-    """What a checkpoint holds beside the heads, and the name it knows their target by."""
-    for name, path in own_files(
-        came_from, (*files.REPORT_FILES, files.CARD_FILE, *files.ADAPTER_FILES)
-    ).items():
-        (made / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(path, made / name)
-    sidecar = read_sidecar(made) | {"adapter": stored.adapter}
-    known_as = stored.target.get("name_or_path")
-    # The same target may have been loaded from a copy, at a path that means nothing elsewhere.
-    if known_as and not is_local(known_as, came_from):
-        sidecar["target"] |= {"name_or_path": known_as, "revision": stored.target.get("revision")}
-        foreign = read_json(made / files.CONFIG_FILE) | {"base_model_name_or_path": known_as}
-        replace_json(made / files.CONFIG_FILE, foreign)
-    replace_json(made / files.SIDECAR_FILE, sidecar)
 
 
 def attach(
