@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import getsource
 from typing import Any
 
 import pytest
@@ -35,6 +36,12 @@ TWO_RULES: dict[str, Any] = {
     **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": LIMIT},
     **{"short_factor": [1.0] * 8, "long_factor": [8.0] * 8},
 }
+
+
+# Where they do not say how much to read, generate() goes on with a single token of the text.
+READS_AGAIN = "next_sequence_length" in getsource(Phi3ForCausalLM.prepare_inputs_for_generation)
+FORGETS = pytest.mark.skipif(not READS_AGAIN, reason="this transformers forgets Phi-3's texts")
+PHI3 = pytest.param("phi3", marks=FORGETS)
 
 
 def tiny(kind: str) -> Any:
@@ -86,7 +93,7 @@ def drafted(model: Any, ids_BT: Tensor, expected: Tensor, **options: Any) -> tup
     return text_BT, free.last_stats.tokens_per_step
 
 
-@pytest.mark.parametrize("kind", ["phi3", "longrope", "dynamic"])
+@pytest.mark.parametrize("kind", [PHI3, "longrope", "dynamic"])
 @pytest.mark.parametrize("length", [5, LIMIT - 1, LIMIT, LIMIT + 1, LIMIT + 6])
 def test_texts_that_reach_and_cross_the_limit(kind: str, length: int) -> None:
     model, ids = tiny(kind), prompt(length)
@@ -101,7 +108,7 @@ def test_texts_that_reach_and_cross_the_limit(kind: str, length: int) -> None:
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's steps are recorded")
-@pytest.mark.parametrize("kind", ["phi3", "longrope", "dynamic"])
+@pytest.mark.parametrize("kind", [PHI3, "longrope", "dynamic"])
 def test_with_scripts(kind: str) -> None:
     model, ids = tiny(kind), prompt(9)
     expected = written(model, ids, max_new_tokens=40)
@@ -109,6 +116,7 @@ def test_with_scripts(kind: str) -> None:
     assert torch.equal(got, expected)
 
 
+@FORGETS
 def test_drawn_texts_are_the_same_whatever_is_drafted() -> None:
     model, ids, texts = tiny("phi3"), prompt(9), list[Any]()
     options: dict[str, Any] = {"do_sample": True, "pad_token_id": 0, "max_new_tokens": 50}
@@ -123,6 +131,7 @@ def test_drawn_texts_are_the_same_whatever_is_drafted() -> None:
     assert torch.equal(stream.generate(ids, **options), expected)
 
 
+@FORGETS
 def test_padding_moves_positions_and_not_slots() -> None:
     model = tiny("phi3")
     ids, mask = torch.cat([prompt(3) * 0, prompt(9)], dim=1), torch.ones(1, 12, dtype=torch.long)
