@@ -36,9 +36,6 @@ def read_rows(file: Path, refuse: Refuse) -> Rows:
     """The rows of a file, each with its place, `file:line`; a text file is one, with a column
     `text`. A row that cannot be read is left out, and `refuse` is told its place and why. Raises
     ValueError: the file cannot be read at all."""
-    if not file.stat().st_size and file.name.endswith(".txt"):  # as one of spaces alone
-        refuse(str(file), "it is empty")
-        return iter(())
     if not file.stat().st_size:
         raise ValueError(f"the corpus {str(file)!r} is empty: give one with text in it")
     name = file.name.removesuffix(".gz")
@@ -107,7 +104,7 @@ def _read_csv(file: Path, refuse: Refuse) -> Rows:
             # Before the quotes are looked at: a mark of the byte order would hide the first one.
             first = content.readline().decode("utf-8-sig")
             lines = itertools.chain([first], (line.decode("utf-8") for line in content))
-            reader = csv.reader(lines, strict=True)  # a quote that is left open takes all
+            reader = csv.reader(lines)
             header = next(reader, [])
             if twice := sorted({name for name in header if header.count(name) > 1}):
                 raise ValueError(f"{str(file)!r} has two columns of one name: {twice}")

@@ -86,8 +86,6 @@ GZIPPED = gzip.compress(as_lines([{"text": str(i)} for i in range(99)]).encode()
         ("model.bin", b"a", "expected a folder or a file of the kinds .jsonl,"),
         ("table.csv", b"a,b\n1,2", r"got \['a', 'b'\]"),
         ("bad.csv", b"text\n\xff\n", "not valid CSV"),
-        ("open.csv", b'text\na\n"b\nc\nd\n', "not valid CSV"),
-        ("empty.txt", b"", "it is empty"),
         ("bad.txt", b"\xff", "not UTF-8"),
         ("bad.parquet", b"PAR1", "not valid Parquet"),
         ("bad.json", b"[1, ", "not valid JSON"),

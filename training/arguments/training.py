@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, fields
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
-from medusa_heads.errors import first_line
 from medusa_heads.settings import above_zero, at_least, coerce, flag, mapping
 
 if TYPE_CHECKING:
@@ -22,11 +21,6 @@ OF_THE_RUN = (
     "training_args",
 )
 _PLAIN = {bool, int, float, NoneType}  # of others transformers takes more than their types say
-NOT_SHARDED = (
-    "heads and draft models are trained whole in each process: leave fsdp and deepspeed out of "
-    "training_args, and launch with configs/accelerate/fsdp.yaml, which spreads the target of "
-    "heads, or with configs/accelerate/ddp.yaml"
-)
 SHARED_LEARNING_RATE = 5e-3
 OWN_LEARNING_RATE = 1e-3
 
@@ -109,8 +103,6 @@ class OptimisationArguments:
         at_least(self, 1, "gradient_accumulation_steps", "save_total_limit")
         at_least(self, 1, "early_stopping_patience")
         at_least(self, 0, "weight_decay")
-        if not 0 <= self.seed < 1 << 32:
-            raise ValueError(f"seed must be from 0 to {(1 << 32) - 1}, got {self.seed}")
         # Of these transformers takes 0 for something else: all checkpoints, the other setting, ...
         above_zero(self, "learning_rate", "num_train_epochs")
         above_zero(self, "logging_steps", "eval_steps", "save_steps")
@@ -150,8 +142,6 @@ def to_training_arguments(
             f"lr_scheduler_type must be one of {known}, got {arguments.lr_scheduler_type!r}"
         )
     extra = further_arguments(arguments)
-    if extra.get("fsdp") or extra.get("deepspeed"):
-        raise ValueError(NOT_SHARDED)
     values = {name: value for name, value in asdict(arguments).items() if name not in OF_THE_RUN}
     values["warmup_steps"] = values.pop("warmup_share")
     values["rates_by_width"] = values["learning_rate"] is None
@@ -178,32 +168,9 @@ def to_training_arguments(
         "data_seed": arguments.seed,
     }
     args = RunArguments(**{**defaults, **values, **extra})
-    _check_course(args)
     assert isinstance(args.report_to, list)
     _check_trackers(args.report_to)
     return args
-
-
-def _check_course(args: "RunArguments") -> None:
-    """Make optimiser and schedule once: transformers would only behind all text. ValueError: they
-    lack something."""
-    import torch
-    from transformers import Trainer, get_scheduler
-
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=args.learning_rate)
-    further: Any = args.lr_scheduler_kwargs
-    kind: Any = args.lr_scheduler_type
-    for what, make in (
-        (
-            f"lr_scheduler_type {getattr(kind, 'value', kind)!r} and its lr_scheduler_kwargs",
-            lambda: get_scheduler(kind, optimizer, 0, 10, scheduler_specific_kwargs=further),
-        ),
-        (f"optim {args.optim!r}", lambda: Trainer.get_optimizer_cls_and_kwargs(args)),
-    ):
-        try:
-            make()
-        except (AttributeError, ImportError, TypeError, ValueError) as error:
-            raise ValueError(f"{what} cannot be used: {first_line(error)}") from error
 
 
 def _check_trackers(names: list[str]) -> None:

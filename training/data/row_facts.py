@@ -127,9 +127,8 @@ def check_rows(
                     raise UnfitRow(f"row {place} of the {name} {problem}")
         supervised = labels != IGNORED
         if longest_run < heads_reached + 1:  # all that need be known
-            behind_another = supervised.copy()  # what a row begins with, nothing predicts
-            behind_another[(np.cumsum(lengths) - lengths)[lengths > 0]] = False
-            longest_run = max(longest_run, _longest_run(behind_another))
+            ends = np.cumsum(lengths)[:-1]
+            longest_run = max(longest_run, _longest_run(np.insert(supervised, ends, False)))
         digest.update(_written(ids, labels, lengths))
         number += len(lengths)
         tokens += len(ids)
@@ -138,7 +137,7 @@ def check_rows(
         raise ValueError(f"the {name} has no supervised token: every label is {IGNORED}")
     if longest_run < heads_reached + 1:
         raise ValueError(
-            f"the {name} has no {heads_reached + 1} supervised tokens in a row behind another "
+            f"the {name} has no {heads_reached + 1} supervised tokens in a row "
             f"(at most {longest_run}): give longer text or fewer heads"
         )
     return RowFacts(number, tokens, learnt, digest.hexdigest())

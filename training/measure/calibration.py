@@ -235,8 +235,6 @@ def _dynamic_tokens_per_step(
     width = DYNAMIC_WIDTH if heads.sequential else None
     most = sum(ranks ** (level + 1) for level in range(heads.config.num_heads))
     sizes = [size for size in DYNAMIC_SIZES if size <= most]
-    if not sizes:
-        return {}
     accepted = torch.zeros(len(sizes), dtype=torch.long)
     for part, after in _followed(heads, found, step, read):
         if after is None:

@@ -20,7 +20,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, Tr
 
 from medusa_heads.config import IGNORED
 from medusa_heads.target.target import TargetModel
-from medusa_heads.training.arguments.training import NOT_SHARDED
 from medusa_heads.training.data.pack import hidden_of
 from medusa_heads.training.hidden.launched import launched_sharding, learning_whole
 from medusa_heads.training.hidden.sharding import is_sharded
@@ -57,7 +56,6 @@ class TaughtTrainer(Trainer, ABC):
         "batch_eval_metrics": False,
         "eval_do_concat_batches": True,
         "push_to_hub": False,  # the folder as it is, with all that a run leaves there
-        "use_liger_kernel": False,  # for models of its list
         "save_only_model": False,  # nothing could be resumed, and `auto` would begin anew
     }
 
@@ -116,7 +114,11 @@ class TaughtTrainer(Trainer, ABC):
     def check_arguments(cls, args: TrainingArguments) -> None:
         """Raises ValueError for what has no place in this training, before a target is loaded."""
         if args.fsdp or args.deepspeed:
-            raise ValueError(NOT_SHARDED)
+            raise ValueError(
+                "heads and draft models are trained whole in each process: leave fsdp and "
+                "deepspeed out of training_args, and launch with configs/accelerate/fsdp.yaml, "
+                "which spreads the target of heads, or with configs/accelerate/ddp.yaml"
+            )
         for name, unset in cls.unusable.items():
             if getattr(args, name, unset) != unset:
                 raise ValueError(
