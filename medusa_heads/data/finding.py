@@ -60,13 +60,20 @@ def _split_lists(names: Sequence[str]) -> Iterator[str]:
 
 
 def find_rows(
-    name: str, split: str, config: str | None = None, *, streaming: bool = False
+    name: str,
+    split: str,
+    config: str | None = None,
+    *,
+    streaming: bool = False,
+    exact: bool = False,
 ) -> Dataset | IterableDataset | list[Path]:
     """The dataset that one name stands for (`stdlib`, a hub id, a folder written by save_to_disk),
-    or the data files (of a folder, or one file) that are to be read. The split `"held_out"` stands
-    for the usual names, and `config` is of a hub dataset. Raises ValueError: nothing stands there,
-    it cannot be read, or it has other splits."""
-    splits = _HELD_OUT_NAMES if split == HELD_OUT else (split,)
+    or the data files (of a folder, or one file) that are to be read; `config` is of a hub dataset.
+    The split `"held_out"` stands for the usual names, and what has no splits is all of `"held_out"`
+    and all of `"train"`; with `exact` there must be a split of that very name. Raises ValueError:
+    nothing stands there, it cannot be read, or it has other splits."""
+    exact = exact or split not in ("train", HELD_OUT)
+    splits = (split,) if exact or split != HELD_OUT else _HELD_OUT_NAMES
     if name == "stdlib":
         from medusa_heads.data.corpus import standard_library
 
@@ -79,18 +86,19 @@ def find_rows(
             raise ValueError(
                 f"expected a folder or a file of the kinds {', '.join(SUFFIXES)}, got {name!r}"
             )
-        if split not in ("train", HELD_OUT):
+        if exact:
             raise ValueError(f"{name!r} is a file, and files have no split {split!r}")
         return [path]
     if not path.is_dir():
         return _hub_dataset(name, splits, config, streaming)
     if any((path / file).exists() for file in ("dataset_dict.json", "dataset_info.json")):
-        return _saved_dataset(path, splits)
-    return _files_of_split(path, splits)
+        return _saved_dataset(path, splits, exact)
+    return _files_of_split(path, splits, exact)
 
 
-def _saved_dataset(folder: Path, splits: Sequence[str]) -> Dataset:
-    """The first of `splits` in a folder written by save_to_disk, or all of a folder without any."""
+def _saved_dataset(folder: Path, splits: Sequence[str], exact: bool) -> Dataset:
+    """The first of `splits` in a folder written by save_to_disk; or, unless it must be there, all
+    of a folder without any."""
     from datasets import DatasetDict, load_from_disk
 
     try:
@@ -100,6 +108,10 @@ def _saved_dataset(folder: Path, splits: Sequence[str]) -> Dataset:
             f"the folder {str(folder)!r} cannot be read as a saved dataset ({error!r})"
         ) from error
     if not isinstance(found, DatasetDict):
+        if exact:
+            raise ValueError(
+                f"{str(folder)!r} was saved without splits, and has no split {splits[0]!r}"
+            )
         return found
     for split in splits:
         if split in found:
@@ -109,9 +121,9 @@ def _saved_dataset(folder: Path, splits: Sequence[str]) -> Dataset:
     )
 
 
-def _files_of_split(folder: Path, splits: Sequence[str]) -> list[Path]:
+def _files_of_split(folder: Path, splits: Sequence[str], exact: bool) -> list[Path]:
     """The data files of a folder, in order: those whose path names one of `splits` ("train.jsonl",
-    "test/a.parquet"), else those that name no split."""
+    "test/a.parquet"), else, unless it must be there, those that name no split."""
     files = {
         file: _words(file.relative_to(folder))
         for file in sorted(folder.rglob("*"))
@@ -123,19 +135,23 @@ def _files_of_split(folder: Path, splits: Sequence[str]) -> list[Path]:
             f"the kinds {', '.join(SUFFIXES)}"
         )
     wanted = set().union(*(_words(Path(split)) for split in splits))
-    named = [file for file, words in files.items() if words & wanted]
-    unnamed = [file for file, words in files.items() if not words & (_SPLIT_WORDS | wanted)]
+    if exact:  # "test_sft" is not in "test.jsonl"
+        named = [file for file, words in files.items() if wanted and wanted <= words]
+        unnamed = []
+    else:
+        named = [file for file, words in files.items() if words & wanted]
+        unnamed = [file for file, words in files.items() if not words & (_SPLIT_WORDS | wanted)]
     if not named and not unnamed:
         some = ", ".join(str(file.relative_to(folder)) for file in list(files)[:3])
         raise ValueError(
-            f"no file in the folder {str(folder)!r} belongs to the split {splits[0]!r} by its "
+            f"the folder {str(folder)!r} has no split {splits[0]!r}: no file belongs to it by its "
             f"name, among them {some}"
         )
     return named or unnamed
 
 
 def _words(path: Path) -> set[str]:
-    return {word for word in re.split(r"[^a-z]+", str(path).lower()) if word}
+    return set(re.findall(r"[a-z]+|[0-9]+", str(path).lower()))
 
 
 def _hub_dataset(

@@ -69,16 +69,17 @@ def load_corpus(
     text_column: str | None = None,
     on_bad_row: Literal["error", "skip"] = "error",
     streaming: bool = False,
+    exact: bool = False,
     known: Sequence[Format] = FORMATS,
 ) -> Corpus:
     """Find and read a corpus: `stdlib`, a hub id, a folder or a file; or several of those, globs
-    among them, whose rows then are of one format. The split `"held_out"` stands for the usual
-    names, `config` is of a hub dataset, and a stream is read as it is used. It has one of the
-    formats `known`. Raises ValueError: nothing stands there, or it cannot be read."""
+    among them, whose rows then are of one format. `split`, `config` and `exact` are those of
+    `find_rows`, and a stream is read as it is used. It has one of the formats `known`. Raises
+    ValueError: nothing stands there, or it cannot be read."""
     bad_rows = BadRows(on_bad_row, stream=streaming)
     parts = []
     for one in find_names(name):
-        rows = find_rows(one, split, config, streaming=streaming)
+        rows = find_rows(one, split, config, streaming=streaming, exact=exact)
         if isinstance(rows, list):
             parts.append(_from_files(rows, one, text_column, bad_rows, streaming, known))
             continue

@@ -14,11 +14,13 @@ from medusa_heads.data.formats import Conversation, Document
 from medusa_heads.data.sources import load_corpus
 from tests.data.corpus_files import (
     CHAT,
+    TEXTS,
     as_lines,
     contents,
     write_folder,
     write_jsonl,
     write_parquet,
+    write_saved,
     write_saved_splits,
 )
 
@@ -83,11 +85,35 @@ def test_splits_are_found_by_name(tmp_path: Path) -> None:
         load_corpus(str(tmp_path / "folder" / "data" / "train-00000.jsonl"), "test")
 
 
+def test_a_split_that_is_asked_for_by_name_must_be_there(tmp_path: Path) -> None:
+    write_saved(tmp_path / "saved")
+    (tmp_path / "folder").mkdir()
+    write_jsonl(file := tmp_path / "folder" / "part1.jsonl")
+    for split in ("test", "banana", "part2", "--"):
+        for folder in ("saved", "folder"):
+            with pytest.raises(ValueError, match=f"has no split '{split}'"):
+                load_corpus(str(tmp_path / folder), split)
+    for split in ("train", "held_out"):
+        for name in (tmp_path / "saved", tmp_path / "folder", file):
+            assert len(contents(load_corpus(str(name), split))) == len(TEXTS)
+            with pytest.raises(ValueError, match=f"ha(s|ve) no split '{split}'"):
+                load_corpus(str(name), split, exact=True)
+    write_saved_splits(tmp_path / "splits")
+    with pytest.raises(ValueError, match=r"has the splits \['test', 'train'\], expected one of"):
+        load_corpus(str(tmp_path / "splits"), "held_out", exact=True)
+    for split in ("test", "held_out"):
+        (tmp_path / "folder" / f"{split}.jsonl").write_text(as_lines([{"text": split}]))
+        found = load_corpus(str(tmp_path / "folder"), split, exact=True)
+        assert contents(found) == [Document(split)]
+    with pytest.raises(ValueError, match="has no split 'test_sft'"):
+        load_corpus(str(tmp_path / "folder"), "test_sft")
+
+
 def test_folders_that_are_no_corpus(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not written by save_to_disk, and holds no files"):
         load_corpus(str(tmp_path))
     write_jsonl(tmp_path / "test.jsonl")
-    with pytest.raises(ValueError, match=r"no file .* belongs to the split 'train' by its name"):
+    with pytest.raises(ValueError, match=r"has no split 'train': no file .* by its name"):
         load_corpus(str(tmp_path))
     (tmp_path / "state.json").write_text("{}")
     (tmp_path / "dataset_info.json").write_text("{}")

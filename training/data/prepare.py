@@ -94,7 +94,9 @@ def load_corpora(
     """The corpus to train on and the one to measure on, as far as there is one: those that the
     settings name, or tables in memory instead. Raises ValueError where one cannot be read."""
 
-    def named(names: Sequence[str], split: str, streaming: bool) -> Corpus:
+    def named(
+        names: Sequence[str], split: str, *, streaming: bool = False, exact: bool = False
+    ) -> Corpus:
         return load_corpus(
             names,
             split,
@@ -102,6 +104,7 @@ def load_corpora(
             text_column=settings.text_column,
             on_bad_row=settings.on_bad_row,
             streaming=streaming,
+            exact=exact,
         )
 
     def in_memory(rows: Dataset | IterableDataset, name: str) -> Corpus:
@@ -115,7 +118,7 @@ def load_corpora(
     elif not settings.dataset:
         raise ValueError("dataset must name at least one corpus, got none")
     else:
-        corpus = named(settings.dataset, settings.dataset_split, settings.streaming)
+        corpus = named(settings.dataset, settings.dataset_split, streaming=settings.streaming)
     if eval_dataset is not None:
         return corpus, in_memory(eval_dataset, "eval_dataset")
     held_out = settings.eval_dataset
@@ -124,7 +127,9 @@ def load_corpora(
         held_out = settings.dataset
     if held_out is None:
         return corpus, None
-    return corpus, named(held_out, settings.eval_split or HELD_OUT, False)
+    if settings.eval_split is not None:
+        return corpus, named(held_out, settings.eval_split, exact=True)
+    return corpus, named(held_out, HELD_OUT)
 
 
 def prepare_data(
@@ -192,6 +197,10 @@ def prepare_data(
             measured = _draw(measured, settings.eval_rows or EVAL_ROWS, seed)
         held_out_facts = check_rows(measured, target, name="held-out set", heads_reached=num_heads)
     found = [facts.doubt(TRAINING), held_out_facts.doubt("held-out set")]
+    if len({fingerprint for _, fingerprint in made}) < len(made):
+        found.append(
+            "the held-out set is the training set: what is measured says nothing of other text"
+        )
     if not own_text:
         stops = stop_ids(target.model)
         found.append(template_mismatch(known, tokenizer, settings, stops, TRAINING))

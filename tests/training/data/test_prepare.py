@@ -268,3 +268,25 @@ def test_the_held_out_set_can_be_a_split(tmp_path: Any) -> None:
     assert held_out is not None
     assert [corpus.rows["text"][0], held_out.rows["text"][0]] == ["train", "test"]
     assert load_corpora(DataArguments(dataset=[str(tmp_path)]))[1] is None
+    with pytest.raises(ValueError, match="has no split 'dev'"):
+        load_corpora(DataArguments(dataset=[str(tmp_path)], eval_split="dev"))
+    of_a_file = DataArguments(dataset=[str(tmp_path / "train.jsonl")], eval_split="train")
+    with pytest.raises(ValueError, match="files have no split 'train'"):
+        load_corpora(of_a_file)
+
+
+def test_measuring_on_the_text_that_is_learnt_is_warned_of(
+    target: TargetModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Any
+) -> None:
+    for name in ("a", "b"):
+        lines = [json.dumps({"text": f"{name} {words(9, i)}"}) for i in range(3)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+
+    def said(eval_dataset: str) -> list[str]:
+        learnt, measured = [f"{tmp_path}/a.jsonl"], [f"{tmp_path}/{eval_dataset}"]
+        settings = DataArguments(dataset=learnt, eval_dataset=measured, max_length=16)
+        corpora = load_corpora(settings)
+        data = prepare_data(target, *corpora, tokenizer, settings, num_heads=2, seed=0)
+        return [each for each in data.warnings if "is the training set" in each]
+
+    assert len(said("a.jsonl")) == 1 and not said("b.jsonl")
