@@ -37,7 +37,8 @@ def read_rows(file: Path, refuse: Refuse) -> Rows:
     `text`. A row that cannot be read is left out, and `refuse` is told its place and why. Raises
     ValueError: the file cannot be read at all."""
     if not file.stat().st_size:
-        raise ValueError(f"the corpus {str(file)!r} is empty: give one with text in it")
+        refuse(str(file), "an empty file")
+        return iter(())
     name = file.name.removesuffix(".gz")
     if name.endswith(".parquet"):
         return _read_parquet(file)
@@ -99,12 +100,14 @@ def _lines(file: Path, refuse: Refuse) -> Iterator[tuple[str, Any]]:
 
 
 def _read_csv(file: Path, refuse: Refuse) -> Rows:
+    before = 0  # lines that are read
     with _open(file) as content:
         try:
             # Before the quotes are looked at: a mark of the byte order would hide the first one.
             first = content.readline().decode("utf-8-sig")
             lines = itertools.chain([first], (line.decode("utf-8") for line in content))
-            reader = csv.reader(lines)
+            # Else a quote that is not closed takes all lines up to the next one into its field.
+            reader = csv.reader(lines, strict=True)
             header = next(reader, [])
             if twice := sorted({name for name in header if header.count(name) > 1}):
                 raise ValueError(f"{str(file)!r} has two columns of one name: {twice}")
@@ -115,7 +118,12 @@ def _read_csv(file: Path, refuse: Refuse) -> Rows:
                     yield place, dict(zip(header, fields, strict=True))
                 elif fields:  # a blank line is no row
                     refuse(place, f"fields: {len(fields)}, where the header has {len(header)}")
-        except (csv.Error, UnicodeDecodeError) as error:
+        except csv.Error as error:
+            raise ValueError(
+                f"{str(file)!r} is not valid CSV in the row that begins in line {before + 1} "
+                f"({error}): look for a quote that is not closed, or not doubled within a field"
+            ) from error
+        except UnicodeDecodeError as error:
             raise ValueError(f"{str(file)!r} is not valid CSV ({error})") from error
 
 

@@ -109,7 +109,7 @@ class Format:
             return Tokens(ids, labels, row.get(DOCUMENT_COLUMN))
         if self.name == "question tokens":
             return QuestionTokens(_token_ids(row[first], first))
-        if self.name == "question" and isinstance(row[first], str):
+        if self.name == "question" and _is_text(row[first]):
             return Question(row[first])
         if self.name in ("question", "questions"):
             return Conversation(messages_of(row[first], first, ("user",)), 0, _tools(row))
@@ -118,8 +118,9 @@ class Format:
         if self.name == "messages":
             messages = messages_of(row[first], first)
             return Conversation(messages, row.get(CONTEXT_COLUMN) or 0, _tools(row))
-        texts = [isinstance(row[column], str) for column in self.columns]
-        if all(texts):
+        strings = [isinstance(row[column], str) for column in self.columns]
+        texts = [_is_text(row[column]) for column in self.columns]
+        if all(strings) and any(texts):
             return Completion(row["prompt"], _text(row["completion"], "completion"))
         if any(texts):
             raise BadRow(
@@ -182,8 +183,22 @@ def plain_columns(content: Content) -> dict[str, Any]:
         columns[CONTEXT_COLUMN] = columns.pop("context")
     elif isinstance(content, Tokens):
         document = columns.pop("document")
-        columns |= {} if document is None else {DOCUMENT_COLUMN: str(document)}
+        columns[DOCUMENT_COLUMN] = None if document is None else str(document)
     return columns
+
+
+def _is_text(value: Any) -> bool:
+    """Whether it is a text, and not one that holds messages in JSON."""
+    if not isinstance(value, str):
+        return False
+    try:
+        found = parse_json(value) if value.lstrip().startswith("[") else None
+    except ValueError:
+        return True
+    return not found or not all(
+        isinstance(message, Mapping) and not message.keys().isdisjoint(("role", "from"))
+        for message in found
+    )
 
 
 def _text(value: Any, column: str) -> str:

@@ -113,3 +113,14 @@ def test_a_stream_counts_a_broken_row_once_and_warns_of_the_first(
     assert corpus.bad_rows.count == 8
     assert caplog.text.count("left out a broken row") == 5
     assert "further ones are only counted" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["a.txt", "z.txt", "z.jsonl", "z.csv"])
+def test_an_empty_file_is_a_broken_row(name: str, tmp_path: Path) -> None:
+    """Wherever it stands among others."""
+    (tmp_path / "m.txt").write_text("text")
+    (tmp_path / name).write_text("")
+    with pytest.raises(ValueError, match=f"has 1 broken row .*/{name}: an empty file.: mend them"):
+        load_corpus(str(tmp_path))
+    corpus = load_corpus(str(tmp_path), on_bad_row="skip")
+    assert corpus.rows["text"][:] == ["text"] and corpus.bad_rows.count == 1

@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 from datasets import Dataset, DatasetDict
 
-from medusa_heads.data.formats import Conversation, Document, Tokens
+from medusa_heads.data.formats import (
+    QUESTIONS,
+    Completion,
+    Conversation,
+    Document,
+    Question,
+    Tokens,
+    recognise,
+)
 from medusa_heads.data.sources import as_corpus, load_corpus
 from tests.data.corpus_files import CHAT, as_lines, contents
 
@@ -79,3 +87,28 @@ def test_function_calls_and_tools_of_sharegpt() -> None:
 def test_messages_written_as_json_in_a_table(tmp_path: Path) -> None:
     table = as_corpus(Dataset.from_list([{"messages": json.dumps(CHAT)}]), "x")
     assert contents(table) == [Conversation(CHAT)]
+    halves = {"prompt": json.dumps(CHAT[:1]), "completion": json.dumps(CHAT[1:])}
+    found = contents(as_corpus(Dataset.from_list([halves]), "x"))
+    assert found == [Conversation(CHAT, context=1)]
+    asked = recognise(["prompt"], known=QUESTIONS)
+    assert asked.read(halves) == Conversation(CHAT[:1])
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "[]", "[", '[{"a": 1}]', "[[]]", "Hi", "{}"])
+def test_other_json_is_a_text(text: str) -> None:
+    messages = json.dumps(CHAT[1:])
+    assert recognise(["prompt"], known=QUESTIONS).read({"prompt": text}) == Question(text)
+    for prompt, completion in ((text, text), (text, messages), (messages, text)):
+        row = {"prompt": prompt, "completion": completion}
+        assert recognise([*row]).read(row) == Completion(prompt, completion)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_of_tokens_may_name_their_document_or_not(streaming: bool, tmp_path: Path) -> None:
+    row = {"input_ids": [1, 2], "labels": [1, 2]}
+    rows = [row, {**row, "document": 7}, {**row, "document": None}, {**row, "document": "a"}]
+    for given in (rows, rows[::-1]):
+        (tmp_path / "a.jsonl").write_text(as_lines(given))
+        found = contents(load_corpus(str(tmp_path / "a.jsonl"), streaming=streaming))
+        names = [None, "7", None, "a"]
+        assert [each.document for each in found] == (names if given is rows else names[::-1])

@@ -65,6 +65,12 @@ def test_fields_of_a_table_stay_texts(tmp_path: Path) -> None:
     assert [row["_place"].rsplit(":", 1)[1] for row in corpus.rows] == ["2", "3", "4", "7"]
 
 
+def test_quotes_in_fields_are_read_as_ever(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('text,id\na "b" c,1\n"a ""b"" c",2\nit"s,"3"\n "d" ,4\n"",5')
+    corpus = load_corpus(str(tmp_path / "a.csv"), on_bad_row="skip")
+    assert [row["text"] for row in corpus.rows] == ['a "b" c', 'a "b" c', 'it"s', ' "d" ']
+
+
 def test_a_mark_of_the_byte_order_is_no_part_of_a_quoted_name(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b'\xef\xbb\xbf"text","id"\r\n"a b","1"\r\n')
     assert contents(load_corpus(str(tmp_path / "a.csv"))) == [Document("a b")]
@@ -86,6 +92,9 @@ GZIPPED = gzip.compress(as_lines([{"text": str(i)} for i in range(99)]).encode()
         ("model.bin", b"a", "expected a folder or a file of the kinds .jsonl,"),
         ("table.csv", b"a,b\n1,2", r"got \['a', 'b'\]"),
         ("bad.csv", b"text\n\xff\n", "not valid CSV"),
+        ("open.csv", b'text\na\n"b\nc\nd\n', "open.csv' is not valid CSV .* begins in line 3 "),
+        ("pairs.csv", b'text\n"a\nb\n"c"\nd\n', "pairs.csv' is not valid CSV .* in line 2 "),
+        ("header.csv", b'"text\na\n', "header.csv' is not valid CSV .* begins in line 1 "),
         ("bad.txt", b"\xff", "not UTF-8"),
         ("bad.parquet", b"PAR1", "not valid Parquet"),
         ("bad.json", b"[1, ", "not valid JSON"),
