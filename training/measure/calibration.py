@@ -230,11 +230,14 @@ def _dynamic_tokens_per_step(
     step: int,
     read: Callable[[int], tuple[Tensor, Batch]],
 ) -> dict[int, float]:
-    """1 + the mean number of accepted nodes of dynamic trees at the measured positions, by size."""
+    """1 + the mean number of accepted nodes of dynamic trees at the measured positions, by size, as
+    far as the tokens that can be drafted fill one."""
     ranking, ranks = Ranking(heads, temperatures), min(DYNAMIC_RANKS, heads.config.num_candidates)
     width = DYNAMIC_WIDTH if heads.sequential else None
     most = sum(ranks ** (level + 1) for level in range(heads.config.num_heads))
     sizes = [size for size in DYNAMIC_SIZES if size <= most]
+    if not sizes:
+        return {}
     accepted = torch.zeros(len(sizes), dtype=torch.long)
     for part, after in _followed(heads, found, step, read):
         if after is None:

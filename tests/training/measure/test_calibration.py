@@ -16,6 +16,7 @@ from transformers import TrainingArguments
 from medusa_heads import HeadsConfig, MedusaHeads, TargetModel, train_heads
 from medusa_heads.checkpoint.stored_heads import read_sidecar
 from medusa_heads.config import HeadsKind
+from medusa_heads.heads import new_heads
 from medusa_heads.training.hidden.states import HiddenStates
 from medusa_heads.training.measure import calibration
 from medusa_heads.training.measure.calibration import calibrate, measure_heads
@@ -132,6 +133,20 @@ def test_the_target_reads_no_more_rows_than_positions_are_kept(
     # .. of short ones as many as have enough positions, and of a small text all.
     assert len(calibrated(199, most=16, positions=100, length=6)) == 40  # 24 from 8
     assert len(calibrated(20, most=16, positions=100, length=6)) == 20
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "block", "eagle3"])
+@pytest.mark.parametrize(("num_heads", "tokens"), [(1, 1), (1, 2), (2, 1)])
+def test_heads_too_few_for_a_dynamic_tree(
+    tiny_llama: TinyLlama, kind: HeadsKind, num_heads: int, tokens: int
+) -> None:
+    target = TargetModel(tiny_llama(vocab_size=32))
+    config = HeadsConfig(kind=kind, num_heads=num_heads, draft_vocab_size=tokens)
+    heads = new_heads(target, config, torch.arange(tokens))
+    ids = torch.randint(3, (4, 9), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    statistics, _ = measure_heads(heads, HiddenStates(target), rows)
+    assert statistics.dynamic_tokens_per_step == {}
 
 
 def test_hidden_states_that_are_no_numbers(tiny_llama: TinyLlama) -> None:
