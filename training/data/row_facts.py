@@ -127,8 +127,9 @@ def check_rows(
                     raise UnfitRow(f"row {place} of the {name} {problem}")
         supervised = labels != IGNORED
         if longest_run < heads_reached + 1:  # all that need be known
-            ends = np.cumsum(lengths)[:-1]
-            longest_run = max(longest_run, _longest_run(np.insert(supervised, ends, False)))
+            drafted = supervised.copy()
+            drafted[np.cumsum(lengths) - lengths] = False  # no token before it to draft it from
+            longest_run = max(longest_run, _longest_run(drafted))
         digest.update(_written(ids, labels, lengths))
         number += len(lengths)
         tokens += len(ids)
@@ -137,8 +138,8 @@ def check_rows(
         raise ValueError(f"the {name} has no supervised token: every label is {IGNORED}")
     if longest_run < heads_reached + 1:
         raise ValueError(
-            f"the {name} has no {heads_reached + 1} supervised tokens in a row "
-            f"(at most {longest_run}): give longer text or fewer heads"
+            f"the {name} has no {heads_reached + 1} supervised tokens in a row behind the first "
+            f"token of a text (at most {longest_run}): give longer text or fewer heads"
         )
     return RowFacts(number, tokens, learnt, digest.hexdigest())
 

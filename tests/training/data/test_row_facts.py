@@ -39,11 +39,19 @@ def test_rows_are_counted_and_fingerprinted(
         (one_row([1, 2, 3], [2, 3, -100]), "labels are not shifted here"),
         (one_row([1, 2, 3], [1, 2]), "3 input_ids but 2 labels"),
         (one_row([1, 2, 3, 4], [-100, 2, -100, 4]), "no 4 supervised tokens in a row"),
+        (one_row([1, 2, 3, 4]), r"in a row behind the first token of a text .at most 3.: give"),
+        (concatenate_datasets([one_row([1, 2, 3])] * 2), "no 4 supervised .*at most 2"),
     ],
 )
 def test_rows_that_training_cannot_use(rows: Dataset, message: str, target: TargetModel) -> None:
     with pytest.raises(ValueError, match=message):
         check_rows(rows, target, name="training set", heads_reached=3)
+
+
+def test_the_first_token_of_a_row_is_before_what_heads_draft(target: TargetModel) -> None:
+    rows = concatenate_datasets([one_row([1, 2, 3]), one_row([1, 2, 3, 4], [-100, 2, 3, 4])])
+    facts = check_rows(rows, target, name="held-out set", heads_reached=2)
+    assert facts.supervised_tokens == 6
 
 
 def test_little_supervised_text_is_warned_of(
