@@ -103,7 +103,7 @@ def test_an_interruption_loses_nothing(bare: Path, monkeypatch: pytest.MonkeyPat
         (["{}/heads"], "--dataset is missing"),
         ([], "--checkpoint is missing"),
         (["{}/heads", "--dataset", "{}/none.jsonl"], "expected a corpus at"),
-        (["{}/heads", "--dataset", "{}/empty.jsonl"], "is empty: give one with text"),
+        (["{}/heads", "--dataset", "{}/empty.jsonl"], "empty.jsonl: an empty file"),
         (["{}/heads", "--dataset", "{}/short.jsonl"], "no 3 supervised tokens in a row"),
         (["{}/heads", "--dataset", "{}/text.jsonl", "--max_positions", "0"], "at least 1, got 0"),
         (["{}/heads", "--dataset", "{}/text.jsonl", "--max_length", "600"], "context of 512"),

@@ -33,7 +33,7 @@ def test_tables_of_every_kind(tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("./nowhere", "expected a corpus at '.*nowhere', found none"),
-        ("EMPTY.jsonl", "the corpus '.*EMPTY.jsonl' is empty"),
+        ("EMPTY.jsonl", "the corpus is empty or has no row .*EMPTY.jsonl: an empty file"),
         ("WRONG.doc", "expected a folder or a file of the kinds"),
         ("BROKEN.jsonl", r"BROKEN.jsonl:1: not valid JSON .Expecting value at column 11"),
         ("LATIN.jsonl", r"has 1 broken row .*LATIN.jsonl:2: not UTF-8"),
