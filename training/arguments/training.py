@@ -6,9 +6,12 @@ from dataclasses import asdict, dataclass, fields
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
+from medusa_heads.errors import first_line
 from medusa_heads.settings import above_zero, at_least, coerce, flag, mapping
 
 if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
     from medusa_heads.training.arguments.rates import RunArguments
 
 # Fields of OptimisationArguments that transformers.TrainingArguments has not, or means otherwise.
@@ -21,6 +24,7 @@ OF_THE_RUN = (
     "training_args",
 )
 _PLAIN = {bool, int, float, NoneType}  # of others transformers takes more than their types say
+_STEPS_OF_A_LONG_RUN = 1_000_000
 SHARED_LEARNING_RATE = 5e-3
 OWN_LEARNING_RATE = 1e-3
 
@@ -103,6 +107,8 @@ class OptimisationArguments:
         at_least(self, 1, "gradient_accumulation_steps", "save_total_limit")
         at_least(self, 1, "early_stopping_patience")
         at_least(self, 0, "weight_decay")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must lie in [0, 2**32), got {self.seed}")
         # Of these transformers takes 0 for something else: all checkpoints, the other setting, ...
         above_zero(self, "learning_rate", "num_train_epochs")
         above_zero(self, "logging_steps", "eval_steps", "save_steps")
@@ -170,7 +176,49 @@ def to_training_arguments(
     args = RunArguments(**{**defaults, **values, **extra})
     assert isinstance(args.report_to, list)
     _check_trackers(args.report_to)
+    _check_schedule(args)
+    _check_packages(args)
     return args
+
+
+def _check_schedule(args: "TrainingArguments") -> None:
+    """Make the schedule of the learning rate once: transformers would only when training begins."""
+    import torch
+    from transformers import SchedulerType, get_scheduler
+
+    kind = SchedulerType(args.lr_scheduler_type).value
+    options: Any = args.lr_scheduler_kwargs or {}
+    optimiser = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
+    try:
+        get_scheduler(kind, optimiser, 0, _STEPS_OF_A_LONG_RUN, options)
+    except (TypeError, ValueError, LookupError, ArithmeticError) as error:
+        raise ValueError(
+            f"lr_scheduler_type {kind} cannot be used with lr_scheduler_kwargs {options} "
+            f"({first_line(error)}): set what it takes in training_args"
+        ) from error
+
+
+def _check_packages(args: "TrainingArguments") -> None:
+    """Look for what the optimiser and the kernels need; transformers would only when training
+    begins."""
+    from transformers import Trainer
+    from transformers.training_args import OptimizerNames
+    from transformers.utils import is_liger_kernel_available
+
+    if args.use_liger_kernel and not is_liger_kernel_available():
+        raise ValueError(
+            "training_args: use_liger_kernel needs a package that is not installed: "
+            "pip install liger-kernel"
+        )
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(args)
+    except (ImportError, TypeError) as error:
+        raise ValueError(
+            f"training_args: optim {OptimizerNames(args.optim).value} cannot be used: "
+            f"{first_line(error)}"
+        ) from error
+    except ValueError:
+        pass  # some need the model, and are asked for again with it
 
 
 def _check_trackers(names: list[str]) -> None:
@@ -214,6 +262,12 @@ def _check_names(given: dict[str, Any], known: set[str]) -> None:
             raise ValueError(
                 f"training_args: {name!r} has no place here: heads are pushed with medusa-heads "
                 "push, which takes the token from `hf auth login` or HF_TOKEN"
+            )
+        if name == "deepspeed" and given[name]:  # transformers would want the package first
+            raise ValueError(
+                "training_args: DeepSpeed would take apart what is trained: leave deepspeed out, "
+                "and launch with configs/accelerate/fsdp.yaml, which spreads the target of heads, "
+                "or with configs/accelerate/ddp.yaml"
             )
         if name not in known:
             close = difflib.get_close_matches(name, sorted(known), n=1)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import SchedulerType
 
 from medusa_heads.cli.flags.arguments import parse_arguments
 from medusa_heads.config import HeadsConfig
@@ -86,6 +87,56 @@ def test_a_schedule_that_there_is_not_is_named_by_its_flag() -> None:
         to_training_arguments(OptimisationArguments(lr_scheduler_type="x"), "shared")
 
 
+@pytest.mark.parametrize(
+    ("schedule", "extra", "message"),
+    [
+        ("warmup_stable_decay", {}, r"with lr_scheduler_kwargs \{\} .*'num_decay_steps'"),
+        ("cosine_with_min_lr", {}, "lr_scheduler_type cosine_with_min_lr cannot be used .*min_lr"),
+        ("cosine", {"lr_scheduler_kwargs": {"x": 1}}, "cosine cannot be used .* argument 'x'"),
+        ("linear", {"lr_scheduler_kwargs": [1]}, "linear cannot be used with .* .1. .*a mapping"),
+        ("cosine", {"lr_scheduler_kwargs": {"last_epoch": 3}}, "cannot be used .*initial_lr"),
+        ("cosine", {"optim": "lomo"}, "training_args: optim lomo cannot be used: .*lomo-optim"),
+        ("cosine", {"use_liger_kernel": True}, "use_liger_kernel needs .*pip install liger-kernel"),
+        (
+            "cosine",
+            {"deepspeed": "x.json"},
+            "training_args: DeepSpeed would .* leave deepspeed out",
+        ),
+    ],
+)
+def test_what_cannot_be_made_is_told_before_the_run(
+    schedule: str, extra: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("lomo", "liger_kernel"):
+        for module in ("transformers.utils", "transformers.trainer_optimizer"):
+            monkeypatch.setattr(f"{module}.is_{name}_available", lambda: False, raising=False)
+    given = OptimisationArguments(lr_scheduler_type=schedule, training_args=extra)
+    with pytest.raises(ValueError, match=message):
+        to_training_arguments(given, "shared")
+
+
+@pytest.mark.parametrize("kind", [each.value for each in SchedulerType])
+def test_every_schedule_can_be_had(kind: str, tmp_path: Path) -> None:
+    needed: dict[str, Any] = {
+        "warmup_stable_decay": {"num_decay_steps": 5},
+        "cosine_with_min_lr": {"min_lr": 0.0},
+        "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
+    }
+    extra = {"lr_scheduler_kwargs": needed[kind]} if kind in needed else {}
+    given = OptimisationArguments(
+        output_dir=str(tmp_path), lr_scheduler_type=kind, bf16=False, training_args=extra
+    )
+    assert to_training_arguments(given, "shared").lr_scheduler_type == kind
+
+
+def test_optimisers_that_need_the_model_are_left_to_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("transformers.trainer_optimizer.is_lomo_available", lambda: True)
+    given = OptimisationArguments(bf16=False, training_args={"optim": "adalomo"})
+    assert to_training_arguments(given, "shared").optim == "adalomo"
+
+
 def test_flags_make_a_heads_config() -> None:
     flags = ["--num_heads", "3", "--num_layers", "2", "--vocab_matrix", "own"]
     given = parse_arguments((HeadsConfig,), flags, prog="x", description="")
@@ -102,6 +153,8 @@ def test_flags_make_a_heads_config() -> None:
         (OptimisationArguments, {"gradient_accumulation_steps": 0}, "must be at least 1"),
         (OptimisationArguments, {"logging_steps": float("-inf")}, "logging_steps must be above 0"),
         (OptimisationArguments, {"weight_decay": float("nan")}, "weight_decay must be at least 0"),
+        (OptimisationArguments, {"seed": -1}, r"seed must lie in .0, 2..32., got -1"),
+        (OptimisationArguments, {"seed": 2**32}, "seed must lie in .*, got 4294967296"),
         (OptimisationArguments, {"warmup_share": 1.0}, "warmup_share must lie in"),
         (OptimisationArguments, {"learning_rate": 0.0}, "learning_rate must be above 0"),
         (OptimisationArguments, {"learning_rate": float("nan")}, "learning_rate must be above 0"),
