@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import nn
-from transformers import GenerationMixin
 
 from medusa_heads.errors import UnsupportedArchitecture
 
@@ -94,6 +93,8 @@ def position_rule(model: PreTrainedModel) -> PositionRule | None:
                 varies |= kind != _TWO_RULES
     if not limits:
         return None if turns else _learnt(model)
+    from transformers import GenerationMixin  # which is there, as a model is
+
     usual = GenerationMixin.prepare_inputs_for_generation
     own = getattr(type(model), usual.__name__) is not usual
     reads_again = own and hasattr(model.config, _FIRST)
