@@ -91,8 +91,8 @@ def quick_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     measured here."""
     from medusa_heads.machine.kernels import has_packed_products
 
-    monkeypatch.setattr("medusa_heads.heads.int8.int8_gain", lambda _: 2.0)
-    monkeypatch.setattr("medusa_heads.heads.int8.has_int8_products", lambda: True)
+    monkeypatch.setattr("medusa_heads.heads.drafting.int8_gain", lambda _: 2.0)
+    monkeypatch.setattr("medusa_heads.heads.drafting.has_int8_products", lambda: True)
     gain = "medusa_heads.target.packed.packed_gain"
     monkeypatch.setattr(gain, lambda dtype, *_: 2.0 if has_packed_products(dtype) else 0.0)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_heads.heads import DraftHeads, MedusaHeads
-from medusa_heads.heads.int8 import int8_layers
+from medusa_heads.heads.drafting import near_layers
 from medusa_heads.heads.medusa import ResBlock
 from medusa_heads.inference.adapt.measure import DEFAULT_CONTEXT
 from medusa_heads.inference.plan.tree_size import TreeSize, measured_sizes, read_as, tune
@@ -206,7 +206,7 @@ def cache_bytes_per_token(target: TargetModel) -> int:
 def heads_bytes(heads: DraftHeads) -> int:
     """With the second copy of their blocks that all but sequential heads keep in one piece while
     they decode, but in eight bits; the rows that a reduced vocabulary copies, the preview of a
-    large one, and what is held in eight bits."""
+    large one, and what is held in eight bits or packed."""
     total = bytes_of(heads.parameters())
     if isinstance(heads, MedusaHeads):
         blocks = (block for block in heads.modules() if isinstance(block, ResBlock))
@@ -215,7 +215,7 @@ def heads_bytes(heads: DraftHeads) -> int:
     if heads.draft_tokens is not None and heads.config.vocab_matrix == "shared":
         total += bytes_of([heads.vocab_matrix(0)[0]])
     total += bytes_of(tensor for preview in heads.previews or () for tensor in preview.held)
-    return total + sum(layer.held for layer in int8_layers(heads))
+    return total + sum(layer.held for layer in near_layers(heads))
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

@@ -15,7 +15,7 @@ from medusa_heads.checkpoint.checkpoint import load_heads, save_heads
 from medusa_heads.checkpoint.provenance import provenance
 from medusa_heads.checkpoint.stored_heads import StoredHeads, read_sidecar
 from medusa_heads.heads import DraftHeads
-from medusa_heads.heads.int8 import in_int8
+from medusa_heads.heads.drafting import for_drafting
 from medusa_heads.heads.preview import with_preview
 from medusa_heads.hub.carried import carry_along
 from medusa_heads.hub.pull import copy_checkpoint, find_checkpoint
@@ -58,7 +58,7 @@ class MedusaModel(AssistedModel):
     Attributes:
         heads: on the target's device and in its dtype.
         drafting: the same weights as drafters read them, on a CPU in eight bits
-            where that is faster, and by a preview.
+            or packed where that is faster, and by a preview.
 
     Raises:
         ValueError: heads or tree do not fit the target.
@@ -81,7 +81,7 @@ class MedusaModel(AssistedModel):
         self._set_deterministic(deterministic)
         heads.share(self.target)
         self.heads = heads.to(device=self.target.device, dtype=self.target.dtype).eval()
-        self.drafting = in_int8(with_preview(self.heads), measured=not deterministic)
+        self.drafting = for_drafting(with_preview(self.heads), measured=not deterministic)
         self.statistics = statistics
         self._read_corpus = None
         if corpus is not None:  # when it is first asked for

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from medusa_heads.heads import DraftHeads
-from medusa_heads.heads.int8 import int8_layers
+from medusa_heads.heads.drafting import near_layers
 from medusa_heads.inference.adapt.measure import DEFAULT_CONTEXT, room, step_seconds
 from medusa_heads.inference.adapt.step_bench import SIZES
 from medusa_heads.inference.engine.capability import capability
@@ -83,7 +83,8 @@ def tune(
 
 def read_as(heads: DraftHeads) -> dict[str, Any]:
     """What drafting takes depends on, besides the heads' configuration."""
-    return {"preview": heads.previews is not None, "int8": bool(int8_layers(heads))}
+    near = sorted({type(layer).__name__ for layer in near_layers(heads)})
+    return {"preview": heads.previews is not None, "layers": near}
 
 
 def measured_sizes(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from medusa_heads.config import IGNORED, HeadsConfig
 from medusa_heads.heads.correction import LIKELY, AfterPaths, Correction
 from medusa_heads.heads.fusion import Fusion
-from medusa_heads.heads.int8 import Int8Linear
+from medusa_heads.heads.near import NearLinear
 from medusa_heads.heads.prefix import PrefixLayer
 from medusa_heads.heads.vocabulary import HasVocabulary, embeddings, vocabulary
 
@@ -60,7 +60,7 @@ class DraftHeads(nn.Module, ABC):
 
     kind: str
     previews: Sequence[VocabularyPreview] | None = None  # of each vocabulary matrix, for drafting
-    near_vocabulary: tuple[Int8Linear, ...] = ()  # for drafting, where the matrix is shared
+    near_vocabulary: tuple[NearLinear, ...] = ()  # for drafting, where the matrix is shared
     reads_drafts = False  # whether the blocks of a head read the tokens drafted before its own
     one_module = False  # whether one module stands for all heads, none for each
     draft_tokens: Tensor | None
@@ -254,7 +254,7 @@ class DraftHeads(nn.Module, ABC):
                 return preview.logits(features_RD)
         own = self.config.vocab_matrix == "own"
         for near in (self._own(head),) if own else self.near_vocabulary:
-            if isinstance(near, Int8Linear):
+            if isinstance(near, NearLinear):
                 return near.rows(features_RD)
         weight_VD, bias_V = self.vocab_matrix(head)
         # In two dimensions: with odd strides in three, a product takes a far slower path.

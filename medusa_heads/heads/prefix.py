@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medusa_heads.decoder_shape import usual_heads
-from medusa_heads.heads.int8 import Int8Linear
+from medusa_heads.heads.near import NearLinear
 
 ROPE_BASE = 10_000.0
 
@@ -60,7 +60,7 @@ class PrefixLayer(nn.Module):
         width = x_BTD.shape[-1]
         linear, start, stop = self.query_key_value, parts.start * width, parts.stop * width
         normed_BTD = self.attention_norm(x_BTD)
-        if isinstance(linear, Int8Linear):
+        if isinstance(linear, NearLinear):
             projected = linear.rows(normed_BTD, start, stop).to(self.dtype)
         else:
             projected = F.linear(normed_BTD, linear.weight[start:stop])

@@ -1,35 +1,16 @@
-"""Matrices in eight bits: how near products are, what they leave alone, and that text stays."""
+"""Matrices in eight bits: how near products are, and what they leave alone."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from medusa_heads import HeadsConfig, MedusaModel
-from medusa_heads.heads import int8, new_heads
-from medusa_heads.heads.int8 import Int8Linear, in_int8, int8_layers
-from tests.conftest import TinyLlama
-
-VOCAB, HIDDEN = 3000, 64
-ALL_KINDS = [
-    {"kind": "medusa"},
-    {"kind": "medusa", "prefix_attention": True, "correction_rank": 8, "features": [0]},
-    {"kind": "medusa", "vocab_matrix": "own"},
-    {"kind": "medusa", "draft_vocab_size": 2500},
-    {"kind": "hydra", "prefix_attention": True},
-    {"kind": "block", "features": [0, 1]},
-    {"kind": "eagle3", "features": [0, 1]},
-]
-
-
-@pytest.fixture
-def every_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int8, "SMALLEST", 0)
+from medusa_heads.heads import int8
+from medusa_heads.heads.int8 import Int8Linear
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -90,119 +71,6 @@ def test_a_row_does_not_depend_on_others() -> None:
     with torch.no_grad():
         together = near(torch.cat([x_RD, 1e4 * x_RD]))[:4]
         assert torch.equal(near(x_RD), together)
-
-
-@pytest.mark.usefixtures("every_matrix")
-@pytest.mark.parametrize("settings", ALL_KINDS, ids=str)
-def test_only_the_view_is_near(tiny_llama: TinyLlama, settings: Any) -> None:
-    target = tiny_llama(vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=2)
-    config = HeadsConfig(num_heads=2, **settings)
-    chosen = None
-    if config.draft_vocab_size is not None:
-        chosen = torch.arange(config.draft_vocab_size)
-    heads = new_heads(target, config, chosen).eval()
-    before = dict(heads.state_dict())
-    view = in_int8(heads)
-    assert view is not heads and int8_layers(view) and not int8_layers(heads)
-    assert list(view.parameters()) == list(heads.parameters())
-    assert list(view.state_dict()) == list(before)
-    width = HIDDEN * (1 + len(config.features or ()))
-    hidden_BTX, tokens_BT = torch.randn(1, 6, width), torch.randint(VOCAB, (1, 6))
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            nn.init.normal_(parameter, std=0.1)
-        near_view = in_int8(heads)
-        tokens_BTK = tokens_BT[..., None].expand(-1, -1, 2)
-        exact, near = (
-            each(each.encode(hidden_BTX, tokens_BT), tokens_BTK) for each in (heads, near_view)
-        )
-    assert near.shape == exact.shape and not torch.equal(near, exact)
-    assert (near - exact).norm() < 0.1 * exact.norm()
-    assert not int8_layers(heads)
-
-
-@pytest.mark.usefixtures("every_matrix")
-def test_what_is_trained_on_is_rounded_anew(tiny_llama: TinyLlama) -> None:
-    heads = new_heads(tiny_llama(), HeadsConfig(num_heads=1, vocab_matrix="own"))
-    x_RD = torch.randn(2, heads._own(0).in_features)
-    with torch.no_grad():
-        first = in_int8(heads)(x_RD)
-        assert torch.equal(in_int8(heads)(x_RD), first)
-        heads._own(0).weight.mul_(2.0)
-        torch.testing.assert_close(in_int8(heads)(x_RD), 2.0 * first)
-        # As fused optimisers do, without a trace in the version.
-        heads._own(0).weight.data.neg_()
-        torch.testing.assert_close(in_int8(heads)(x_RD), -2.0 * first)
-
-
-def test_matrices_are_rounded_once_and_let_go() -> None:
-    weight = nn.Linear(8, 16).weight
-    one, other = Int8Linear(weight, None), Int8Linear(weight, None)
-    for near in (one, other):
-        near.rows(torch.randn(1, 8))
-    assert one._rounded is other._rounded
-    known = len(int8._rounded)
-    del one, other, near, weight
-    gc.collect()
-    assert len(int8._rounded) < known
-
-
-def measured(_: object) -> float:
-    raise AssertionError("nothing is measured here")
-
-
-def test_small_matrices_stay(tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int8, "int8_gain", measured)
-    heads = new_heads(tiny_llama(), HeadsConfig(num_heads=2, prefix_attention=True))
-    assert in_int8(heads) is heads
-
-
-@pytest.mark.usefixtures("every_matrix")
-def test_what_lies_elsewhere_stays(tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int8, "int8_gain", measured)
-    heads = new_heads(tiny_llama(), HeadsConfig(num_heads=2, vocab_matrix="own")).to("meta")
-    assert in_int8(heads) is heads
-
-
-@pytest.mark.usefixtures("every_matrix")
-@pytest.mark.parametrize("there", [False, True])
-def test_no_clock_is_read_where_steps_must_be_the_same(
-    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, there: bool
-) -> None:
-    monkeypatch.setattr(int8, "int8_gain", measured)
-    monkeypatch.setattr(int8, "has_int8_products", lambda: there)
-    target = tiny_llama()
-    heads = new_heads(target, HeadsConfig(num_heads=2))
-    medusa = MedusaModel(target, heads, tree="cartesian:2", deterministic=True)
-    assert bool(int8_layers(medusa.drafting)) == there
-
-
-@pytest.mark.usefixtures("every_matrix")
-@pytest.mark.parametrize(("gain", "used"), [(0.3, False), (1.05, False), (1.5, True)])
-def test_a_processor_that_is_no_faster_so_multiplies_as_ever(
-    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, gain: float, used: bool
-) -> None:
-    # Measured is what it would be multiplied in else.
-    monkeypatch.setattr(int8, "int8_gain", {torch.bfloat16: gain}.__getitem__)
-    heads = new_heads(tiny_llama().to(torch.bfloat16), HeadsConfig(num_heads=2))
-    assert bool(int8_layers(in_int8(heads.to(torch.bfloat16)))) == used
-
-
-@pytest.mark.usefixtures("every_matrix")
-@pytest.mark.parametrize("settings", ALL_KINDS, ids=str)
-def test_text_stays_the_targets_own(tiny_llama: TinyLlama, settings: Any) -> None:
-    target: Any = tiny_llama(vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=2)
-    config = HeadsConfig(num_heads=3, **settings)
-    chosen = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
-    heads = new_heads(target, config, chosen)
-    for parameter in heads.parameters():
-        nn.init.normal_(parameter, std=0.1)
-    medusa = MedusaModel(target, heads, tree="cartesian:3,2")
-    assert int8_layers(medusa.drafting) and not int8_layers(medusa.heads)
-    ids = torch.randint(VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
-    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20}
-    got: Any = medusa.generate(ids, **options)
-    assert torch.equal(got, target.generate(ids, **options))
 
 
 @pytest.mark.parametrize("handed_on", [0.0, 1.0])

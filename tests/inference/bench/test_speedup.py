@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_heads import HeadsConfig, TargetModel
-from medusa_heads.heads import int8, new_heads
+from medusa_heads.heads import drafting, new_heads
 from medusa_heads.inference.bench.speedup import (
     analyze,
     best_chain_length,
@@ -158,15 +158,19 @@ def test_memory_by_hand(tiny_llama: TinyLlama) -> None:
 def test_memory_of_heads_is_what_they_hold(
     tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, smallest: int
 ) -> None:
-    monkeypatch.setattr(int8, "SMALLEST", smallest)
+    monkeypatch.setattr(drafting, "SMALLEST", smallest)
     target = TargetModel(tiny_llama())
     heads = new_heads(target, HeadsConfig(num_heads=2, vocab_matrix="own", features=[0]))
-    view: Any = int8.in_int8(heads)
+    view: Any = drafting.for_drafting(heads)
     with torch.no_grad():
         view(view.fuse(torch.randn(1, 2 * 64)))
     held: list[torch.Tensor] = list(view.parameters())
     held += [part for layer in view._stack[1] for part in layer] if view._stack else []
-    made = [part for layer in int8.int8_layers(view) for part in layer._rounded or ()]
+    made = [
+        part
+        for layer in drafting.near_layers(view)
+        for part in getattr(layer, "_rounded", None) or ()
+    ]
     held += [part for part in made if part is not None]
     found = memory_overhead(target, view, nodes=1)
     assert found["heads"] == sum(part.nbytes for part in held)
@@ -175,11 +179,11 @@ def test_memory_of_heads_is_what_they_hold(
 def test_chains_in_eight_bits_are_measured_anew(
     tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
-    monkeypatch.setattr(int8, "SMALLEST", 0)
+    monkeypatch.setattr(drafting, "SMALLEST", 0)
     target = TargetModel(tiny_llama())
     heads = new_heads(target, HeadsConfig(num_heads=1)).eval()
     statistics = HeadStatistics.from_ranks(torch.zeros(9, 1, dtype=torch.long))
-    for count, each in enumerate([heads, heads, int8.in_int8(heads)]):
+    for count, each in enumerate([heads, heads, drafting.for_drafting(heads)]):
         analyze(target, each, statistics, context=16, batch_sizes=[1], chain_only=True)
         assert len(list((cache / "steps").glob("*.json"))) == (2 if count == 2 else 1)
 
