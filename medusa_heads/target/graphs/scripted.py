@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 LEAST_SAVED = 0.03  # a share of a forward's seconds that is not worth a script
 _SECONDS = 0.3  # that a script is taken to cost, until one has been made
 _MOST_SLOTS = 4096  # of a cache, all of which is taken when a text begins
+_FEWEST_SEEN = 256  # slots that are attended to; and twice as many, and so on: each is a script
 _MOST_CHANGES = 4  # of the model: adapters in turns would want scripts for each text
 _ROUNDS = 5  # in which a forward and its script are timed in turns
 
@@ -115,15 +116,17 @@ class ScriptedTarget(CapturedTarget):
         if (packed := self.packed) is not None:
             packed.look(rows)
         known: dict[Any, Any] = self._recorded.setdefault(cache, {})
-        kind = nodes == 1, packed is not None and rows in ROWS
+        used = mask.first_on_host + nodes
+        seen = _seen(used, mask.visible_BNS.shape[2])
+        kind = nodes == 1, packed is not None and rows in ROWS, seen
         forwards: _Forwards = known.setdefault(kind, _Forwards())
 
         def plain() -> Tensor:
-            return TargetModel.read(self, tokens_BN, cache, _of_slots_in_use(mask), last)
+            return TargetModel.read(self, tokens_BN, cache, _of_slots(mask, used), last)
 
         def scripted() -> Tensor:
-            inputs = explicit_inputs(self, tokens_BN, cache, mask)
-            with cache.tree_slots(mask.first_on_host, nodes, tokens_BN.device):
+            inputs = explicit_inputs(self, tokens_BN, cache, _of_slots(mask, seen))
+            with cache.tree_slots(mask.first_on_host, nodes, tokens_BN.device, seen):
                 given = [*given_to(inputs), cache.slots_N]
                 logits_BNV, *read = self._run_script(forwards, inputs, given, nodes)
             self._captured.put(self.features, read)
@@ -183,7 +186,7 @@ class ScriptedTarget(CapturedTarget):
 
 
 class _Forwards:
-    """Forwards over one cache that differ in the number of nodes alone.
+    """Forwards over as many slots of one cache that differ in the number of nodes alone.
 
     Attributes:
         script: of all these, or of one number of nodes; None as yet.
@@ -212,10 +215,17 @@ class _Forwards:
         self.spent, self.proved = 0.0, set()
 
 
-def _of_slots_in_use(mask: TreeMask) -> TreeMask:
-    used = mask.first_on_host + mask.visible_BNS.shape[1]
-    bias_BNS = None if mask.bias_BNS is None else mask.bias_BNS[:, :, :used]
-    visible_BNS = mask.visible_BNS[:, :, :used]
+def _seen(used: int, capacity: int) -> int:
+    """How many slots to attend to, where so many are in use."""
+    seen = _FEWEST_SEEN
+    while seen < used:
+        seen *= 2
+    return min(seen, capacity)
+
+
+def _of_slots(mask: TreeMask, slots: int) -> TreeMask:
+    bias_BNS = None if mask.bias_BNS is None else mask.bias_BNS[:, :, :slots]
+    visible_BNS = mask.visible_BNS[:, :, :slots]
     return replace(mask, visible_BNS=visible_BNS, bias_BNS=bias_BNS, of_groups={})
 
 

@@ -32,12 +32,14 @@ class StaticStacks(Stacks):
 
     Attributes:
         nodes_N: where the nodes of the tree being verified are written; None outside of that.
+        seen: so many slots, the first ones, are attended to by then; None for all.
     """
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
         self.capacity = capacity
         self.nodes_N: Tensor | None = None
+        self.seen: int | None = None
 
     def buffer(self, member: Member) -> Tensor:
         return self.stacks[member[0]]
@@ -97,14 +99,18 @@ class StaticRowLayer(RowLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write rows in place. A tree's forward gets whole buffers, a prefill what is in use."""
+        """Write rows in place. A tree's forward gets whole buffers, or as much of them as it is
+        said to see; a prefill what is in use."""
         nodes_N = self._stacks.nodes_N
         if nodes_N is None:
             return super().update(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._stacks.write(self._members, key_states, value_states)
-        return self.buffers()
+        keys_BHCX, values_BHCX = self.buffers()
+        if (seen := self._stacks.seen) is None:
+            return keys_BHCX, values_BHCX
+        return keys_BHCX[:, :, :seen], values_BHCX[:, :, :seen]
 
     def get_seq_length(self) -> int:
         # A length that changes would be compiled into the graph: positions are explicit there.
@@ -112,7 +118,7 @@ class StaticRowLayer(RowLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if self._stacks.nodes_N is not None:
-            return self._stacks.capacity, 0
+            return self._stacks.seen or self._stacks.capacity, 0
         return self.length + query_length, 0
 
 
@@ -148,20 +154,22 @@ class StaticRowCache(RowCache):
         return self._stacks.nodes_N
 
     @contextmanager
-    def tree_slots(self, first: int | None, nodes: int, device: torch.device) -> Iterator[None]:
-        """Within the block, forwards write `nodes` rows: from slot `first` on, or where `slots_N`
-        comes to say."""
+    def tree_slots(
+        self, first: int | None, nodes: int, device: torch.device, seen: int | None = None
+    ) -> Iterator[None]:
+        """Within the block, forwards write `nodes` rows, from slot `first` on, or where `slots_N`
+        comes to say; and attend to the first `seen` slots, or to all."""
         if nodes not in self._nodes:
             with torch.inference_mode(False):
                 self._nodes[nodes] = torch.empty(nodes, dtype=torch.long, device=device)
             torch._dynamo.mark_static_address(self._nodes[nodes])
         try:
-            self._stacks.nodes_N = self._nodes[nodes]
+            self._stacks.nodes_N, self._stacks.seen = self._nodes[nodes], seen
             if first is not None:
                 torch.arange(first, first + nodes, out=self._stacks.nodes_N)
             yield
         finally:
-            self._stacks.nodes_N = None
+            self._stacks.nodes_N = self._stacks.seen = None
 
     @contextmanager
     def written_at(self, slots_N: Tensor) -> Iterator[None]:

@@ -53,6 +53,35 @@ def test_planted_drafts_of_many_sizes(model: Any, noted: list[int]) -> None:
     assert proved == {2, 4, 6, 17}
 
 
+def test_a_text_is_attended_to_as_it_grows(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a script for each number of slots, which doubles, and not to all that there are."""
+    monkeypatch.setattr(scripted, "_FEWEST_SEEN", 16)
+    target, inputs = ScriptedTarget(model), padded([0], 12)
+    free = TrainingFreeModel(target)
+    expected = reference(model, **inputs, **GREEDY)
+    for shape in SHAPES * 2:
+        free.drafter = PlantedDrafter(expected[:, 12:].tolist(), 199, shape)
+        assert decodes(free, inputs, expected)
+    assert not target.gave_up
+    assert {seen for (*_, seen), _ in known(target)} == {16, 32, 64}
+    (cache,) = target._recorded
+    assert cache.fixed_capacity == 512
+    # Without a script, as much is seen as is in use; and of what a script sees no word is lost.
+    monkeypatch.setattr(scripted, "_seen", lambda used, _: used - 1)
+    wrong = ScriptedTarget(model)
+    free = TrainingFreeModel(wrong)
+    free.drafter = PlantedDrafter(expected[:, 12:].tolist(), 199, [(0,)])
+    assert not decodes(free, inputs, expected)
+
+
+@pytest.mark.parametrize(
+    ("used", "capacity", "seen"),
+    [(1, 512, 256), (256, 512, 256), (257, 512, 512), (1025, 1536, 1536), (1025, 4096, 2048)],
+)
+def test_what_is_attended_to_doubles_up_to_all(used: int, capacity: int, seen: int) -> None:
+    assert scripted._seen(used, capacity) == seen
+
+
 @pytest.mark.parametrize("kind", ["gemma3_text", "phimoe", "qwen3_moe"])
 def test_other_architectures(kind: str) -> None:
     """Windows, a norm between, experts; what is not used of a forward is another number of values
