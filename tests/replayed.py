@@ -49,7 +49,9 @@ class Replayed(Recording):
             for old, new in zip(self.result, self._program(), strict=True):
                 old.copy_(new)
         for function, args, kwargs, results in self._done:
-            for old, new in zip(results, tree_leaves(function(*args, **kwargs)), strict=True):
+            made = function(*args, **kwargs)
+            leaves = [made] if isinstance(made, Tensor) else tree_leaves(made)
+            for old, new in zip(results, leaves, strict=True):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 

@@ -28,7 +28,7 @@ def test_a_state_serves_the_next_turn_where_that_goes_on_from_it(
 ) -> None:
     target, tokenizer = tiny_target(kind), make_tokenizer(template)
     heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
-    options: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
     options["bad_words_ids"] = [[token] for token in range(90, target.vocab_size)]
     said = []
     for forgets in (False, True):

@@ -11,6 +11,7 @@ import torch
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
 from medusa_heads.inference.adapt import lessons
 from tests.conftest import TinyLlama
+from tests.inference.reference import reference
 
 INPUTS: dict[str, Any] = {
     "input_ids": torch.arange(3, 15)[None],
@@ -46,5 +47,4 @@ def streaming(medusa: MedusaModel) -> MedusaModel:
 
 
 def plain(medusa: MedusaModel, **options: Any) -> Any:
-    model: Any = medusa.target.model
-    return model.generate(**INPUTS, **options)
+    return reference(medusa.target.model, **INPUTS, **options)

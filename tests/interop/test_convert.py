@@ -176,10 +176,14 @@ def test_a_token_map_with_own_matrices(tmp_path: Path, target: Path, decodes: De
     decodes(converted.folder)
 
 
-@pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize(
-    ("name", "prefix", "config", "layers"),
-    [("merged", "medusa_head.", MERGED, 2), ("modelopt", "medusa_heads.", MODELOPT, 1)],
+    ("name", "prefix", "config", "layers", "shards"),
+    [
+        ("merged", "medusa_head.", MERGED, 2, 3),
+        ("modelopt", "medusa_heads.", MODELOPT, 1, 1),
+        pytest.param("merged", "medusa_head.", MERGED, 2, 1, marks=pytest.mark.slow),
+        pytest.param("modelopt", "medusa_heads.", MODELOPT, 1, 3, marks=pytest.mark.slow),
+    ],
 )
 def test_whole_models(
     tmp_path: Path,

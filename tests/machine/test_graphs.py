@@ -20,7 +20,7 @@ from medusa_heads.machine.graphs import NotingBackend, look, noted
 from medusa_heads.target.graphs.compiled import CompiledTarget
 from tests.conftest import TinyLlama
 from tests.inference.on_device import with_heads
-from tests.inference.recurrent import prompt, tiny_target, written
+from tests.inference.recurrent import prompt, short_target, written
 
 IDS = torch.arange(1, 13)[None]
 OPTIONS: Any = {"do_sample": False, "attention_mask": torch.ones_like(IDS), "max_new_tokens": 40}
@@ -124,7 +124,7 @@ def test_weights_may_be_swapped_behind_a_text(tiny_llama: TinyLlama) -> None:
 @pytest.mark.skipif("lfm3" not in CONFIG_MAPPING, reason="transformers before 5.20 has no LFM3")
 @pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
 def test_layers_that_take_no_mask() -> None:
-    target = tiny_target("lfm3")
+    target = short_target("lfm3")
     medusa: Any = TrainingFreeModel(target.model, "suffix", compile=True, compile_backend="eager")
     inputs = prompt(12)
     assert torch.equal(written(medusa, inputs), written(target.model, inputs))
@@ -180,7 +180,8 @@ def test_each_shape_of_a_text_is_asked_about_once(
 
 
 @pytest.mark.parametrize(
-    "tree", ["7", "dynamic:7", "chain", pytest.param("auto", marks=pytest.mark.slow)]
+    "tree",
+    ["dynamic:7", "chain", *(pytest.param(tree, marks=pytest.mark.slow) for tree in ("7", "auto"))],
 )
 def test_so_is_each_whole_step(
     tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, tree: str
@@ -202,7 +203,7 @@ def test_a_model_that_was_changed_between_two_texts_is_asked_about(tiny_llama: T
     model: Any = tiny_llama(vocab_size=24, num_layers=1)
     for whole in (False, True):
         target = CompiledTarget(model, "eager", whole_steps=whole)
-        medusa: Any = TrainingFreeModel(target, "recycling")
+        medusa: Any = TrainingFreeModel(target, "recycling:3")  # of one size, a graph each time
         texts = []
         for act in (nn.SiLU(), nn.ReLU(), nn.SiLU()):
             for layer in model.model.layers:
@@ -216,7 +217,7 @@ def test_features_are_read_where_others_were_compiled_before(tiny_llama: TinyLla
     """What was compiled without them, by what is gone since, serves none that asks for them."""
     model = tiny_llama(vocab_size=24)
     torch._dynamo.reset()
-    TrainingFreeModel(CompiledTarget(model, "eager"), "recycling").generate(IDS, **OPTIONS)
+    TrainingFreeModel(CompiledTarget(model, "eager"), "recycling:7").generate(IDS, **OPTIONS)
     gc.collect()
     heads = MedusaHeads.from_target(model, HeadsConfig(num_heads=3, features=[0, 1]))
     plain = MedusaModel(model, heads, tree="7")

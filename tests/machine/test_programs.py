@@ -82,6 +82,7 @@ def test_what_comes_again_is_compiled_once(given: tuple[Tensor, list[Tensor], Te
     assert len(compiler.made) == 1
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_compiler_of_its_own(given: tuple[Tensor, list[Tensor], Tensor]) -> None:
     backend: Any = torch._dynamo.lookup_backend("inductor")

@@ -96,14 +96,15 @@ def mutants(function: FunctionType) -> Iterator[tuple[Mutant, str]]:
     for mutation in visitor.mutations:
         changed = deep_replace(module, mutation.original_node, mutation.mutated_node)
         assert isinstance(changed, cst.Module)
+        code = changed.code  # which is written anew whenever it is asked for
         try:
-            meaning = _meaning(changed.code)
+            meaning = _meaning(code)
         except SyntaxError:
             continue
         if meaning not in seen:
             seen.add(meaning)
-            was, becomes = _difference(source, changed.code)
-            yield Mutant(function.__qualname__, was, becomes), changed.code
+            was, becomes = _difference(source, code)
+            yield Mutant(function.__qualname__, was, becomes), code
 
 
 class _WithoutGuards(ast.NodeTransformer):

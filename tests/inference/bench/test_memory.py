@@ -34,7 +34,10 @@ def memory(model: MedusaModel) -> Memory:
     return Memory(model)
 
 
-@pytest.mark.parametrize(("rows", "prompt", "new"), [(1, 300, 24), (6, 20, 60), (5, 150, 8)])
+@pytest.mark.parametrize(
+    ("rows", "prompt", "new"),
+    [(1, 300, 24), (6, 20, 60), pytest.param(5, 150, 8, marks=pytest.mark.slow)],
+)
 def test_larger_texts_take_what_was_foretold(
     model: MedusaModel,
     memory: Memory,

@@ -18,7 +18,7 @@ from medusa_heads.inference.plan import adaptive as adaptive_plan
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.statistics import HeadStatistics
 from tests.conftest import TinyLlama
-from tests.inference.bench.benchmarked import HEADS, NEW, methods_of, result_of, run_setting
+from tests.inference.bench.benchmarked import ASKED, HEADS, NEW, methods_of, result_of, run_setting
 
 # Of the same size and another: a graph each.
 TREES = ("heads:4", "heads:dynamic:4", "heads:6")
@@ -148,7 +148,8 @@ def test_compiled_methods_write_the_same(
     # What is not compiled is compared above.
     names = [PLAIN, *TREES]
     names += [f"{name}+compile" for name in EVERY_KIND]
-    found = run_setting(medusa, methods_of(medusa, *names, draft=draft), batch_size=size)
+    given: dict[str, Any] = {"batch_size": size, "prompts": ASKED[:size]}
+    found = run_setting(medusa, methods_of(medusa, *names, draft=draft), **given)
     assert list(found) == names
     assert [method["identical"] for method in found.values()] == [1.0] * len(names)
     for tree in TREES:
@@ -157,7 +158,7 @@ def test_compiled_methods_write_the_same(
             assert static[counted] == eager[counted], (tree, counted)
     assert len(compiled) == 1  # trees of one size share a graph
     names = [PLAIN, *(f"{name}+steps" for name in EVERY_KIND)]
-    found = run_setting(medusa, methods_of(medusa, *names, draft=draft), batch_size=size)
+    found = run_setting(medusa, methods_of(medusa, *names, draft=draft), **given)
     assert [method["identical"] for method in found.values()] == [1.0] * len(names)
 
 
@@ -175,7 +176,7 @@ def test_each_size_of_tree_is_one_graph(medusa: MedusaModel, monkeypatch: Any) -
     names = [PLAIN, HEADS, *(f"{tree}+compile" for tree in TREES)]
     methods = methods_of(medusa, *names)
     for _ in range(2):
-        found = run_setting(medusa, methods)
+        found = run_setting(medusa, methods, prompts=ASKED[:1])
         assert [method["identical"] for method in found.values()] == [1.0] * len(names)
         assert len(graphs) == 2
 

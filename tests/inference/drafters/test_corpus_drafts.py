@@ -28,6 +28,7 @@ from tests.inference.padded import padded
 from tests.inference.planted import Misremembering
 from tests.inference.reference import reference
 from tests.inference.rereading import random_heads
+from tests.pairs import alternately
 
 DRAFTERS = ("suffix", "auto", "lookahead+suffix", "early_exit+suffix")
 STEPS = {1: 1.0, 4: 1.02, 8: 1.05, 16: 1.1, 32: 1.3}
@@ -66,15 +67,16 @@ def seeded(generate: Any, input_ids: Tensor, **options: Any) -> Tensor:
     return made
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"do_sample": False},
-        {"do_sample": True, "temperature": 0.7, "top_k": 0},
-        {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
-    ],
-    ids=str,
+    ("drafter", "options"),
+    alternately(
+        DRAFTERS,
+        (
+            {"do_sample": False},
+            {"do_sample": True, "temperature": 0.7, "top_k": 0},
+            {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+        ),
+    ),
 )
 def test_equals_generate(varied: Any, drafter: str, options: dict[str, Any]) -> None:
     model, ids_BT = varied, torch.tensor([[5, 6, 7, 8]], device=DEVICE)

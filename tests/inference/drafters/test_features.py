@@ -19,6 +19,7 @@ from tests.inference.planted import BUSHY
 from tests.inference.recurrent import CHAIN, short_target
 from tests.inference.reference import reference
 from tests.inference.rereading import RereadingDrafter, random_heads, run
+from tests.pairs import alternately
 
 SHAPES: dict[str, dict[str, Any]] = {
     "medusa": {"features": [0, 2]},
@@ -99,8 +100,7 @@ def test_drafting_reads_what_training_does(
     reread(model, target, SHAPES[shape], ragged(), **more)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(("shape", "view"), alternately(SHAPES, VIEWS))
 def test_from_a_recurrent_state_too(shape: str, view: str) -> None:
     plain = short_target("lfm2")
     layers = plain.config.num_hidden_layers

@@ -29,6 +29,7 @@ from tests.inference.clock import Clock
 from tests.inference.on_device import NEW, SAMPLING, text, with_heads
 from tests.inference.padded import padded
 from tests.inference.reference import reference
+from tests.pairs import alternately
 
 
 @pytest.fixture(scope="module")
@@ -150,9 +151,10 @@ def test_heads_beside_the_text(model: Any, kind: str) -> None:
         drawn: Any = asking.generate(**inputs, max_new_tokens=NEW, **SAMPLING)
         medusa.use_tree(tree)
         assert isinstance(medusa.drafter, MergedTrees)
-        for options, right in (({}, greedy), (SAMPLING, drawn)):
-            assert torch.equal(text(medusa, inputs, **options), right)
-            assert "step" in medusa.last_stats.seconds
+        is_drawn = (list(KINDS).index(kind) + len(padding) // 2) % 2 == 1  # one of a kind's texts
+        options, right = (SAMPLING, drawn) if is_drawn else ({}, greedy)
+        assert torch.equal(text(medusa, inputs, **options), right)
+        assert "step" in medusa.last_stats.seconds
 
 
 @pytest.mark.parametrize("drafter", ["auto", "suffix"])
@@ -165,7 +167,7 @@ def test_both_roads_accept_as_much(
     asking = TrainingFreeModel(model, "suffix")
     for padding in ([0], [0, 4, 0]):
         inputs: Any = padded(padding, 12)
-        new = 2 * NEW
+        new = NEW + 14
         greedy = reference(model, do_sample=False, max_new_tokens=new, **inputs)
         torch.manual_seed(3)
         drawn: Any = asking.generate(**inputs, max_new_tokens=new, **SAMPLING)
@@ -221,8 +223,7 @@ def test_no_drafter_outlives_its_choice(tiny_llama: TinyLlama, compiled: bool) -
 
 
 @pytest.mark.usefixtures("recorded")
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("cost", [1.0, 0.0])
+@pytest.mark.parametrize(("batch", "cost"), alternately((1, 3), (1.0, 0.0)))
 def test_steps_that_ask_the_host_verify_as_many_nodes_as_pay(
     model: Any, batch: int, cost: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,8 +24,14 @@ SHORT: dict[str, Any] = {"max_new_tokens": 32}
 UNEQUAL = (5, 0, 9, 2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("length", "share"), [(21, 0.5), (150, 0.9)])  # windows, chunks and more
+@pytest.mark.parametrize(
+    ("kind", "length", "share"),
+    [
+        *((kind, 150, 0.9) for kind in KINDS),  # windows, chunks and more
+        *((kind, 21, 0.5) for kind in KINDS[::2]),
+        *(pytest.param(kind, 21, 0.5, marks=pytest.mark.slow) for kind in KINDS[1::2]),
+    ],
+)
 def test_planted_chains_are_token_equal(kind: str, length: int, share: float) -> None:
     target, inputs = tiny_target(kind), prompt(length)
     assert capability(target) == "recurrent"
@@ -35,7 +41,9 @@ def test_planted_chains_are_token_equal(kind: str, length: int, share: float) ->
     assert stats.tokens_per_step > 1.4
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [*KINDS[1::2], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[::2])]
+)
 def test_drawn_tokens_are_those_of_the_same_seed(kind: str) -> None:
     target, inputs = tiny_target(kind), prompt()
     drawn: dict[str, Any] = {"do_sample": True, "temperature": 1.3, **SHORT}

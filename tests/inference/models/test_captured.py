@@ -28,6 +28,7 @@ from tests.inference.on_device import NEW, SAMPLING
 from tests.inference.padded import padded
 from tests.inference.recurrent import tiny_target
 from tests.inference.reference import reference
+from tests.pairs import alternately
 from tests.replayed import Replayed, text, uncaptured, with_heads
 
 pytestmark = [
@@ -43,8 +44,9 @@ def model(tiny_llama: TinyLlama) -> Any:
     return made
 
 
-@pytest.mark.parametrize("compile", [None, "kernels"])
-@pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 2}], ids=["step", "forward"])
+@pytest.mark.parametrize(
+    ("options", "compile"), alternately(({}, {"no_repeat_ngram_size": 2}), (None, "kernels"))
+)
 def test_what_cannot_be_recorded(model: Any, options: dict[str, Any], compile: Any) -> None:
     """Decoding goes on with forwards alone, and then as the target is; a warning says so."""
     layer = model.model.layers[0].mlp

@@ -56,7 +56,7 @@ def test_text_depends_on_nothing_else(
     def written(ids_BT: torch.Tensor = ids_BT, **options: Any) -> tuple[list[int], list[int]]:
         torch.manual_seed(3)
         widths.clear()
-        text: Any = drafted.generate(ids_BT, max_new_tokens=20, **options)
+        text: Any = drafted.generate(ids_BT, max_new_tokens=14, **options)
         return text[0].tolist(), list(widths)
 
     for options in ({"do_sample": False}, {"do_sample": True, "temperature": 1.2, "top_k": 0}):

@@ -64,7 +64,7 @@ def test_every_drafter_is_token_equal(way: str, kind: str, other: bool, cache: A
     for inputs, do_sample in zip(texts, (is_drawn, not is_drawn), strict=True):
         # Of those that draw their drafts the law alone stays where tokens are drawn.
         drawn = do_sample and way not in ("drawn", "adaptive")
-        options: Any = {"max_new_tokens": 24}
+        options: Any = {"max_new_tokens": 18}
         options |= {"do_sample": True, "top_k": 20} if drawn else {}
         expected = written(model.target.model, inputs, **options)
         assert torch.equal(written(model, inputs, **options), expected)

@@ -51,7 +51,14 @@ def medusa(tiny_llama: TinyLlama) -> MedusaModel:
     return MedusaModel(model, heads, tree="cartesian:3,2,2", rng="transformers")
 
 
-@pytest.mark.parametrize("seed", range(50), ids=lambda seed: "+".join(sorted(combination(seed))))
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(seed, id=f"{seed}-{'+'.join(sorted(combination(seed)))}", marks=marks)
+        for seed in range(50)
+        for marks in [[] if seed < 25 else [pytest.mark.slow]]
+    ],
+)
 def test_same_seed_same_tokens(medusa: MedusaModel, seed: int) -> None:
     options = combination(seed) | {"do_sample": True, "max_new_tokens": 24}
     ids = torch.randint(24, (1, 9), generator=torch.Generator().manual_seed(seed))

@@ -21,6 +21,7 @@ from tests.conftest import DEVICE, TinyLlama
 from tests.inference.drafters.growing import grow
 from tests.inference.padded import padded
 from tests.inference.reference import reference
+from tests.pairs import alternately
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +45,16 @@ def cheap_nodes(monkeypatch: pytest.MonkeyPatch, measured: Path) -> None:
     monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(measured))
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"do_sample": False},
-        {"do_sample": True, "temperature": 0.3, "top_k": 0},
-        {"do_sample": False, "repetition_penalty": 1.2},
-    ],
-    ids=str,
+    ("drafter", "options"),
+    alternately(
+        DRAFTERS,
+        (
+            {"do_sample": False},
+            {"do_sample": True, "temperature": 0.3, "top_k": 0},
+            {"do_sample": False, "repetition_penalty": 1.2},
+        ),
+    ),
 )
 def test_equals_generate(model: Any, drafter: str, options: dict[str, Any]) -> None:
     ids_BT = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]], device=DEVICE)

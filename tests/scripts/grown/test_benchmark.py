@@ -16,7 +16,14 @@ from scripts.grown.shape import SHAPES
 from tests.conftest import Refused
 
 ROOT = Path(__file__).parents[3]
-SMALLER = {"num_hidden_layers": 7, "vocab_size": 5000}
+SMALLER = {
+    "hidden_size": 512,
+    "intermediate_size": 1280,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 7,
+    "vocab_size": 5000,
+}
 
 
 @pytest.fixture(autouse=True)

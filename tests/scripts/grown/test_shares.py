@@ -11,7 +11,7 @@ from scripts.grown import shares
 from scripts.grown.shares import main
 from tests.conftest import Refused
 
-QUICK = ["--shape", "own", "--dtype", "float32", "--compile", "capture", "--new_tokens", "8"]
+QUICK = ["--shape", "own", "--dtype", "float32", "--compile", "capture", "--new_tokens", "4"]
 
 
 @pytest.mark.usefixtures("recorded")
@@ -19,7 +19,7 @@ def test_steps_and_forwards(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for count in ("_WARM_UP", "_TEXTS", "_FORWARDS"):
-        monkeypatch.setattr(shares, count, 2)
+        monkeypatch.setattr(shares, count, 1)
     output = tmp_path / "shares.json"
     flags = ["--nodes", "4", "--batch_sizes", "2", "--output", str(output)]
     assert main([*QUICK, *flags]) == 0

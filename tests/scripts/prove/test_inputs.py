@@ -97,14 +97,14 @@ def test_what_is_taken_with_another_meaning_is_seen(workshop: Workshop) -> None:
 
 
 def test_some_hundred_inputs_of_all_kinds(tmp_path: Path) -> None:
-    lines = list(tried(tmp_path, KINDS, 40, seed=1, done=set()))
+    lines = list(tried(tmp_path, KINDS, 24, seed=2, done=set()))
     found = [(line["kind"], line["label"], line["said"]) for line in lines if line["faults"]]
     assert found == []
-    assert len(lines) == 40 * len(KINDS) and verdict(lines)
+    assert len(lines) == 24 * len(KINDS) and verdict(lines)
     for kind in KINDS:  # something of every kind is taken, and most is not
         of_kind = [line for line in lines if line["kind"] == kind]
         assert any(line["expect"] == "good" and line["became"] == "accepted" for line in of_kind)
-        assert sum(line["became"] in ("refused", "skipped", "mended") for line in of_kind) > 20
+        assert sum(line["became"] in ("refused", "skipped", "mended") for line in of_kind) > 12
 
 
 @pytest.mark.slow

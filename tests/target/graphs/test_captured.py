@@ -23,6 +23,7 @@ from tests.inference.on_device import NEW, SAMPLING, PlantedOnDevice, planted
 from tests.inference.padded import padded
 from tests.inference.recurrent import CHAIN, short_target
 from tests.inference.reference import reference
+from tests.pairs import alternately
 from tests.replayed import text, uncaptured, with_heads
 
 pytestmark = [
@@ -32,6 +33,8 @@ pytestmark = [
 
 
 FEW: dict[str, Any] = {"max_new_tokens": 12}  # a CPU does one operation after the other again
+# A whole step is recorded; and forwards alone, where the step asks the host.
+HOW: list[dict[str, Any]] = [{}, {"no_repeat_ngram_size": 2}]
 
 
 @pytest.fixture
@@ -41,8 +44,9 @@ def model(tiny_llama: TinyLlama) -> Any:
     return made
 
 
-@pytest.mark.parametrize("padding", [[0], [0, 3, 7]], ids=["1 row", "3 rows"])
-@pytest.mark.parametrize("truth", [[4], [0], [2, 0, 4, 1, 3]], ids=["right", "wrong", "both"])
+@pytest.mark.parametrize(
+    ("padding", "truth"), alternately(([0], [0, 3, 7]), ([4], [2, 0, 4, 1, 3], [0]))
+)
 def test_planted_drafts(model: Any, padding: list[int], truth: list[int]) -> None:
     medusa, inputs = with_heads(model), padded(padding, 12)
     assert isinstance(medusa.target, CapturedTarget)
@@ -57,17 +61,16 @@ def test_planted_drafts(model: Any, padding: list[int], truth: list[int]) -> Non
     assert torch.equal(text(medusa, inputs, eos_token_id=ends), expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_all_kinds_of_heads(model: Any, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "drawn"), alternately(KINDS, (False, True)))
+def test_all_kinds_of_heads(model: Any, kind: str, drawn: bool) -> None:
     """Greedy by one kind of tree, drawn by another."""
     number, inputs = list(KINDS).index(kind), padded([0, 3], 12)
-    trees = ["auto", ("7", "dynamic:9")[number % 2]][:: 1 - number // 2 % 2 * 2]
-    medusa = with_heads(model, **KINDS[kind])
+    auto = drawn == (number // 2 % 2 == 1)
+    tree = "auto" if auto else ("7", "dynamic:9")[number % 2]
+    medusa, options = with_heads(model, tree, **KINDS[kind]), FEW | (SAMPLING if drawn else {})
     plain = uncaptured(medusa)
-    for tree, options in zip(trees, (FEW, FEW | SAMPLING), strict=True):
-        medusa.use_tree(tree)
-        assert torch.equal(text(medusa, inputs, **options), text(plain, inputs, **options))
-        assert medusa.last_stats.seconds["step"]
+    assert torch.equal(text(medusa, inputs, **options), text(plain, inputs, **options))
+    assert medusa.last_stats.seconds["step"]
 
 
 @pytest.mark.parametrize("drafter", ["auto", "recycling", "recycling:5", "suffix", "lookahead"])
@@ -75,17 +78,16 @@ def test_without_training(model: Any, drafter: str) -> None:
     free, plain = TrainingFreeModel(model, drafter), TrainingFreeModel(model, compile=False)
     assert isinstance(free.target, CapturedTarget) and not isinstance(plain.target, CapturedTarget)
     inputs = padded([0, 3], 12)
-    for options in ({}, SAMPLING):
+    for options in ({}, FEW | SAMPLING):
         assert torch.equal(text(free, inputs, **options), text(plain, inputs, **options))
 
 
-def test_a_draft_model(model: Any, tiny_llama: TinyLlama) -> None:
-    draft = tiny_llama(num_layers=1).to(DEVICE)
+@pytest.mark.parametrize(("tree", "drawn"), alternately(("chain:3", "auto"), (True, False)))
+def test_a_draft_model(model: Any, tiny_llama: TinyLlama, tree: str, drawn: bool) -> None:
+    draft, options = tiny_llama(num_layers=1).to(DEVICE), FEW | (SAMPLING if drawn else {})
+    drafted, plain = DraftedModel(model, draft, tree=tree), uncaptured(with_heads(model))
     inputs = padded([0, 3], 12)
-    for tree in ("chain:3", "auto"):
-        drafted, plain = DraftedModel(model, draft, tree=tree), TrainingFreeModel(model)
-        for options in (FEW, FEW | SAMPLING):
-            assert torch.equal(text(drafted, inputs, **options), text(plain, inputs, **options))
+    assert torch.equal(text(drafted, inputs, **options), text(plain, inputs, **options))
 
 
 @pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
@@ -134,12 +136,12 @@ def test_a_recording_serves_all_texts_of_its_shapes(model: Any, recorded: list[A
     assert len(recorded) == 3
 
 
-@pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 2}], ids=["step", "forward"])
+@pytest.mark.parametrize("options", HOW, ids=["step", "forward"])
 def test_weights_may_change(
     model: Any, recorded: list[Any], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """In place, which recordings see; or to others, for which they are made anew."""
-    medusa, inputs = with_heads(model), padded([0, 3], 12)
+    medusa, inputs, options = with_heads(model), padded([0, 3], 12), FEW | options
 
     def is_right() -> bool:
         return torch.equal(text(medusa, inputs, **options), text(model, inputs, **options))
@@ -160,14 +162,13 @@ def test_weights_may_change(
     assert not is_right()
 
 
-@pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 2}], ids=["step", "forward"])
-@pytest.mark.parametrize("change", ["adapter", "hook", "method"])
+@pytest.mark.parametrize(("change", "options"), alternately(("adapter", "hook", "method"), HOW))
 def test_the_model_may_change(model: Any, change: str, options: dict[str, Any]) -> None:
     """Between texts, by what is no weight."""
     if change == "adapter":
         settings: dict[str, Any] = {"init_lora_weights": False, "target_modules": ["down_proj"]}
         model.add_adapter(LoraConfig(r=4, lora_alpha=32, **settings))
-    medusa, inputs = with_heads(model), padded([0, 3], 12)
+    medusa, inputs, options = with_heads(model), padded([0, 3], 12), FEW | options
     layer, texts = model.model.layers[0].mlp, []
     usual, negative = layer.forward, lambda *given: -usual(*given)
     hooks: list[Any] = []
@@ -186,8 +187,9 @@ def test_the_model_may_change(model: Any, change: str, options: dict[str, Any]) 
     assert not torch.equal(texts[0], texts[2])
 
 
-@pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 2}], ids=["step", "forward"])
-@pytest.mark.parametrize("what", ["method", "class", "function", "setting"])
+@pytest.mark.parametrize(
+    ("what", "options"), alternately(("method", "class", "setting", "function"), HOW)
+)
 def test_what_is_exchanged_and_gone(model: Any, what: str, options: dict[str, Any]) -> None:
     """So that another may lie where it lay."""
     layer = model.model.layers[0].mlp
@@ -195,7 +197,7 @@ def test_what_is_exchanged_and_gone(model: Any, what: str, options: dict[str, An
     layer.scale, model.config.own_scale = torch.negative, 1.0
     if what in ("function", "setting"):
         layer.forward = lambda given: layer.scale(usual(layer, given)) * model.config.own_scale
-    medusa, inputs = with_heads(model), padded([0, 3], 12)
+    medusa, inputs, options = with_heads(model), padded([0, 3], 12), FEW | options
     try:
         for number in (0.5, 2.0, -1.0):
             if what == "method":
@@ -252,8 +254,7 @@ def test_compiled_parts(deep: Any, tree: str, options: dict[str, Any]) -> None:
     assert made and bool(steps) == whole and all(one.serves and one.is_last for one in steps)
 
 
-@pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 2}], ids=["step", "forward"])
-@pytest.mark.parametrize("fails", ["compiling", "recording"])
+@pytest.mark.parametrize(("fails", "options"), alternately(("compiling", "recording"), HOW))
 def test_parts_that_cannot_be_compiled(deep: Any, fails: str, options: dict[str, Any]) -> None:
     """Their kernels stay as they are, recorded."""
 

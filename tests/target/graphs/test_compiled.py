@@ -59,7 +59,7 @@ def build(config: Any) -> Any:
 @pytest.mark.parametrize(
     "config",
     [
-        LlamaConfig(**SMALL),
+        pytest.param(LlamaConfig(**SMALL), marks=pytest.mark.slow),
         Gemma2Config(**SMALL, sliding_window=16, query_pre_attn_scalar=16),
         pytest.param(
             Llama4TextConfig(

@@ -14,7 +14,7 @@ def tokenizer() -> Any:
     return templates.chat_tokenizer()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def wide(tokenizer: Any, tiny_llama: TinyLlama) -> TargetModel:
     """A target that knows all tokens."""
     return TargetModel(tiny_llama(vocab_size=len(tokenizer), max_position_embeddings=64))

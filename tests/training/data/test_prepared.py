@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -130,6 +131,16 @@ def test_an_interrupted_preparation_goes_on(
     assert not list(tmp_path.rglob("*.part"))
 
 
+@pytest.fixture(scope="module")
+def whole(
+    wide: TargetModel, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Any, Any]:
+    """Rows that were prepared once: their folder, the rows, and what is recorded of them."""
+    folder = tmp_path_factory.mktemp("whole")
+    data = prepare(wide, tokenizer, texts(), folder, packing=True)
+    return folder, table(data.rows), data.record()
+
+
 @pytest.mark.parametrize(
     "name", ["part.arrow", "known.arrow", "facts.json", "bins.arrow", INDEX_FILE]
 )
@@ -137,12 +148,14 @@ def test_an_interrupted_preparation_goes_on(
 def test_damaged_files_are_noticed_and_made_anew(
     name: str,
     damage: str,
+    whole: tuple[Path, Any, Any],
     wide: TargetModel,
     tokenizer: Any,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    whole = prepare(wide, tokenizer, texts(), tmp_path, packing=True)
+    folder, rows, record = whole
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     for file in tmp_path.rglob(name):
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 255
@@ -150,7 +163,7 @@ def test_damaged_files_are_noticed_and_made_anew(
         if damage != "gone":
             file.write_bytes(content if damage == "flipped" else content[: len(content) // 2])
     again = prepare(wide, tokenizer, texts(), tmp_path, packing=True)
-    assert table(again.rows) == table(whole.rows) and again.record() == whole.record()
+    assert table(again.rows) == rows and again.record() == record
     warned = [line for line in caplog.messages if "is damaged: what lies beside it" in line]
     assert len(warned) == (
         0 if (name, damage) == (INDEX_FILE, "gone") else 1 + (name == INDEX_FILE)

@@ -62,10 +62,18 @@ def assert_equal(heads: DraftHeads, rows: SupervisedRows, objective: LossConfig)
         torch.testing.assert_close(ours, there, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.parametrize("vocab_matrix", ["shared", "own"])
-@pytest.mark.parametrize("reduced", [False, True])
-@pytest.mark.parametrize("rank", [None, 2])
+@pytest.mark.parametrize(
+    ("name", "vocab_matrix", "reduced", "rank"),
+    [
+        # Any two of these meet in a quick one.
+        pytest.param(name, vocab_matrix, reduced, rank, marks=marks)
+        for h, name in enumerate(OBJECTIVES)
+        for i, vocab_matrix in enumerate(("shared", "own"))
+        for j, reduced in enumerate((False, True))
+        for k, rank in enumerate((None, 2))
+        for marks in [[] if (h + i + j + k) % 2 == 0 else [pytest.mark.slow]]
+    ],
+)
 def test_the_loss_and_its_gradients_are_those_of_the_definition(
     name: str, vocab_matrix: str, reduced: bool, rank: int | None
 ) -> None:
@@ -143,9 +151,17 @@ def test_terms_with_the_target_need_a_teacher() -> None:
         heads_loss(heads, features_RKD, rows, objective=OBJECTIVES["all"], num_items=1)
 
 
-@pytest.mark.parametrize("vocab_matrix", ["shared", "own"])
-@pytest.mark.parametrize("terms", [{"cross_entropy": 1.0}, dict.fromkeys(TERMS, 1.0)])
-@pytest.mark.parametrize("rank", [None, 4])
+@pytest.mark.parametrize(
+    ("vocab_matrix", "terms", "rank"),
+    [
+        # Any two of these meet in a quick one.
+        pytest.param(vocab_matrix, terms, rank, marks=marks)
+        for i, vocab_matrix in enumerate(("shared", "own"))
+        for j, terms in enumerate(({"cross_entropy": 1.0}, dict.fromkeys(TERMS, 1.0)))
+        for k, rank in enumerate((None, 4))
+        for marks in [[] if (i + j + k) % 2 == 0 else [pytest.mark.slow]]
+    ],
+)
 def test_bf16_stays_within_rounding_of_fp32(
     vocab_matrix: str, terms: dict[str, float], rank: int | None
 ) -> None:

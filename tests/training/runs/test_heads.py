@@ -143,7 +143,7 @@ def test_training_makes_heads_better(
 ) -> None:
     losses = []
     rows = make_rows(16)
-    for steps in (1, 60):
+    for steps in (1, 36):
         train_heads(
             target,
             rows,

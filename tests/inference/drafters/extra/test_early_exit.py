@@ -28,6 +28,7 @@ from tests.inference.drafters.extra.thinned import STEPS, drafted, layered, read
 from tests.inference.drafters.growing import grow
 from tests.inference.padded import padded
 from tests.inference.reference import reference
+from tests.pairs import alternately
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 50, "pad_token_id": 0}
 
@@ -95,15 +96,16 @@ def test_the_cache_is_left_as_it_was(model: Any) -> None:
     assert not any("forward" in layer.__dict__ for layer in model.model.layers)
 
 
-@pytest.mark.parametrize("drafter", ["early_exit", "early_exit:2", "early_exit:1+suffix"])
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"do_sample": False},
-        {"do_sample": True, "temperature": 0.3, "top_k": 0},
-        {"do_sample": False, "repetition_penalty": 1.2},
-    ],
-    ids=str,
+    ("drafter", "options"),
+    alternately(
+        ("early_exit", "early_exit:2", "early_exit:1+suffix"),
+        (
+            {"do_sample": False},
+            {"do_sample": True, "temperature": 0.3, "top_k": 0},
+            {"do_sample": False, "repetition_penalty": 1.2},
+        ),
+    ),
 )
 def test_equals_generate(model: Any, drafter: str, options: dict[str, Any]) -> None:
     given = inputs(1)

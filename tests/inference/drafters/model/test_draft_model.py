@@ -101,8 +101,16 @@ def drafts(target: Any, pruned: TargetModel, tiny_llama: TinyLlama) -> dict[str,
     }
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("draft", ["itself", "near", "pruned", "stranger"])
+@pytest.mark.parametrize(
+    ("draft", "shape"),
+    [
+        # Each draft model and each shape has a quick one.
+        pytest.param(draft, SHAPES[name], marks=marks, id=f"{draft}-{name}")
+        for i, draft in enumerate(("itself", "near", "pruned", "stranger"))
+        for j, name in enumerate(SHAPES)
+        for marks in [[] if (i + j) % 2 == 0 else [pytest.mark.slow]]
+    ],
+)
 def test_equal_to_generate(
     target: Any, drafts: dict[str, TargetModel], draft: str, shape: dict[str, Any]
 ) -> None:

@@ -92,8 +92,15 @@ def reread(spellers: Any, shape: dict[str, Any], batch: int) -> float:
 SHAPES = [{"depth": 3}, {"depth": 3, "width": 3, "num_drafted": 9}]
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("shape", SHAPES, ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    ("shape", "batch"),
+    [
+        # Each shape and each size of a batch has a quick one.
+        pytest.param(shape, batch, marks=[] if i != j else [pytest.mark.slow])
+        for i, shape in enumerate(SHAPES)
+        for j, batch in enumerate((1, 3))
+    ],
+)
 def test_drafts_follow_a_text_that_is_encoded_anew(
     spellers: Any, shape: dict[str, Any], batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,8 +48,16 @@ def drafted_by(model: Any, draft: Any, tree: str, backend: Any = "eager") -> Dra
     return DraftedModel(model, draft, tree=tree, compile="steps", compile_backend=backend)
 
 
-@pytest.mark.parametrize("padding", PADDING, ids=["1 row", "3 rows"])
-@pytest.mark.parametrize("tree", ["chain:1", "chain:4", "sampled:3"])
+@pytest.mark.parametrize(
+    ("tree", "padding"),
+    [
+        ("chain:1", PADDING[1]),
+        *(("chain:4", padding) for padding in PADDING),
+        ("sampled:3", PADDING[0]),
+        pytest.param("chain:1", PADDING[0], marks=pytest.mark.slow),
+        pytest.param("sampled:3", PADDING[1], marks=pytest.mark.slow),
+    ],
+)
 def test_text_and_drafts_are_those_of_the_other_road(
     model: Any, tree: str, padding: list[int]
 ) -> None:

@@ -93,7 +93,13 @@ def inputs(tokenizer: Any, batch: int) -> dict[str, Any]:
     return {"input_ids": ids_BT, "attention_mask": mask_BT}
 
 
-@pytest.mark.parametrize("tree", ["chain:3", "dynamic:9", "sampled:3", "sampled:3x2x1", "auto"])
+@pytest.mark.parametrize(
+    "tree",
+    [
+        *("chain:3", "dynamic:9", "sampled:3x2x1", "auto"),
+        pytest.param("sampled:3", marks=pytest.mark.slow),
+    ],
+)
 def test_equal_to_generate(tokenizers: Any, pair: Any, tree: str) -> None:
     """Greedy, in batches whose rows end at different places too; chosen drafts with the same
     seed."""
