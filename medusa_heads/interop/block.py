@@ -23,16 +23,19 @@ from medusa_heads.interop.decoders import (
     check_width,
     layer_ids,
     layer_settings,
-    layers_said,
     matrix_shape,
-    number_said,
-    one_of_said,
     read_tensors,
-    shape_said,
     speculators_config,
-    steps_said,
     vocabulary_size,
     vocabulary_tensors,
+)
+from medusa_heads.interop.said import (
+    has_windows,
+    layers_said,
+    number_said,
+    one_of_said,
+    shape_said,
+    steps_said,
 )
 from medusa_heads.interop.source import Source
 from medusa_heads.target.layers import decoder_layers
@@ -118,7 +121,7 @@ def check_assistant(model: Any, config: HeadsConfig) -> None:
 
 
 def read(
-    source: Source, target_vocab: int | None, *, corrected: bool
+    source: Source, target_vocab: int | None, _num_layers: int | None = None, *, corrected: bool
 ) -> tuple[HeadsConfig, dict[str, Tensor], list[str]]:
     """Heads under our names, and what the user should know; `target_vocab`: rows of the target's
     lm_head, where it is known; `corrected` as DSpark's are. Raises ValueError: a block of another
@@ -184,11 +187,13 @@ def _theirs(ours: str) -> str:
 
 def _check_kind(source: Source, said: tuple[Mapping[str, Any], ...]) -> None:
     """Raises ValueError, by name: what a block here cannot be."""
-    layers = one_of_said(said, "layer_types") or []
-    full = isinstance(layers, list) and set(map(str, layers)) <= {"full_attention"}
-    windows = not full or (not layers and one_of_said(said, "model_type") == ASSISTANT_TYPE)
+    unsaid = not one_of_said(said, "layer_types")
+    windows = has_windows(said) or (
+        unsaid and one_of_said(said, "model_type") == ASSISTANT_TYPE  # whose layers have some
+    )
     strange = {
         "layers with a window (layer_types)": windows or one_of_said(said, "use_swa"),
+        "targets that lie a token further on (shift_label)": one_of_said(said, "shift_label"),
         "queries that see only what stands before them (causal)": one_of_said(said[:1], "causal"),
         "attention sinks": one_of_said(said, "attention_sink_bias", "add_swa_attention_sink_bias"),
         "scaled values (attention_value_scale)": one_of_said(said, "attention_value_scale"),

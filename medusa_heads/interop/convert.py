@@ -27,6 +27,7 @@ from medusa_heads.files import expanded
 from medusa_heads.hub.names import refuse_revision
 from medusa_heads.interop import ReadFormat, eagle3
 from medusa_heads.interop.block import ASSISTANT_TYPE, check_assistant
+from medusa_heads.interop.decoders import EMBEDDINGS, check_embeddings
 from medusa_heads.interop.formats import DECODERS, FORMATS, Layout, find
 from medusa_heads.interop.layout import heads_config, read_heads, shared_matrix
 from medusa_heads.interop.source import Source, open_source
@@ -47,6 +48,7 @@ _NO_HEADS = {
 _SAID: dict[str, ReadFormat] = {
     eagle3.ARCHITECTURE: "eagle3",
     "DFlashDraftModel": "dflash",
+    "DSparkDraftModel": "dspark",
     "Qwen3DSparkModel": "dspark",
 }
 
@@ -121,7 +123,7 @@ def convert_heads(
             )
     rows = None if known is None else len(known.weight_VD)
     if decoder is not None:
-        config, tensors, layout.notices = decoder(found, rows)
+        config, tensors, layout.notices = decoder(found, rows, _num_layers(known))
     else:
         config = heads_config(found, layout, rows)
     if known is not None and known.weight_VD.shape != (config.vocab_size, config.hidden_size):
@@ -134,6 +136,10 @@ def convert_heads(
         check_layers(known.model, config.features or ())
         if found.config.get("model_type") == ASSISTANT_TYPE:
             check_assistant(known.model, config)
+        if decoder is not None and EMBEDDINGS in found.files:
+            check_embeddings(found, known.embeddings_VD())
+    elif decoder is not None and EMBEDDINGS in found.files:
+        layout.notices.append("--target would tell whether these embeddings are the target's")
     if decoder is None:
         tensors = read_heads(found, layout, config)
     matrix_VD = shared_matrix(found, layout, config)
@@ -204,6 +210,11 @@ def _check_layout(source: Source, name: ReadFormat) -> None:
             f"{said!r}: the two files are of different checkpoints, or of a kind that heads here "
             "are not"
         )
+
+
+def _num_layers(known: TargetVocabulary | None) -> int | None:
+    text = None if known is None else known.model.config.get_text_config(decoder=True)
+    return getattr(text, "num_hidden_layers", None)
 
 
 def _check_matrix(matrix_VD: Tensor, known: TargetVocabulary, tokens_V: Tensor | None) -> None:

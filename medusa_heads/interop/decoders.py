@@ -22,14 +22,16 @@ from medusa_heads.checkpoint.stored_heads import (
     are_ascending,
     expected_shapes,
 )
-from medusa_heads.config import MOST_STEPS, HeadsConfig
+from medusa_heads.config import HeadsConfig
 from medusa_heads.decoder_shape import LayerShape
+from medusa_heads.interop.said import one_of_said
 from medusa_heads.interop.source import IDS, Source
 from medusa_heads.settings import MOST
 
-STEPS = 5  # read where a checkpoint does not say how many
-BESIDE = ("d2t", "t2d", "embed_tokens.weight")
+EMBEDDINGS = "embed_tokens.weight"
+BESIDE = ("d2t", "t2d", EMBEDDINGS)
 _POSITIONS = 131072
+_ROWS, _ROUNDED, _FEW_ROWS = 4096, 0.02, 0.01  # of embeddings that may differ, and how far
 
 
 def vocabulary_tensors(stored: StoredHeads, matrix_VD: Tensor | None) -> dict[str, Tensor]:
@@ -83,46 +85,6 @@ def speculators_config(
         "target_hidden_size": config.hidden_size,
         "tie_word_embeddings": False,
         **said,
-    }
-
-
-def layers_said(source: Source) -> dict[str, Any]:
-    """The layers' settings: those of the whole, or in speculators' files a part of them. Raises
-    ValueError: their MLP is none that layers here have."""
-    said = source.config.get("transformer_layer_config", source.config)
-    if not isinstance(said, dict):
-        raise ValueError(f"{source.name!r} holds a layer of {said!r}, which is no configuration")
-    if said.get("hidden_act", "silu") != "silu" or said.get("mlp_bias"):
-        raise ValueError(
-            f"{source.name!r} holds a layer whose MLP has biases or is not of silu: heads here "
-            "hold Llama's and Qwen3's"
-        )
-    return said
-
-
-def shape_said(said: Mapping[str, Any], query_rows: int) -> dict[str, Any]:
-    """Of a LayerShape, as settings say it; `query_rows` are those of a query matrix. Raises
-    ValueError: positions that are no object."""
-    heads, rope = said.get("num_attention_heads"), said.get("rope_parameters")
-    rope = rope or said.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise ValueError(f"config.json: rope_parameters must be an object, got {rope!r}")
-    theta = one_of_said((said,), "rope_theta")
-    rope = {"rope_theta": 10_000.0 if theta is None else theta} | rope
-    rope.setdefault("rope_type", rope.pop("type", "default"))
-    if rope["rope_type"] in ("llama3", "yarn") and said.get("max_position_embeddings"):
-        rope.setdefault("original_max_position_embeddings", said["max_position_embeddings"])
-    width = said.get("head_dim")
-    if width is None and isinstance(heads, int) and heads > 0:
-        width = query_rows // heads
-    return {
-        "num_attention_heads": heads,
-        "num_key_value_heads": said.get("num_key_value_heads", heads),
-        "head_dim": width,
-        "intermediate_size": said.get("intermediate_size"),
-        "rms_norm_eps": said.get("rms_norm_eps", 1e-6),
-        "attention_bias": said.get("attention_bias", False),
-        "rope_parameters": rope,
     }
 
 
@@ -207,25 +169,6 @@ def layer_ids(source: Source, ids: Any, key: str, hidden_size: int, *, first: in
     return [number - first for number in ids]
 
 
-def steps_said(source: Source, notices: list[str]) -> int:
-    """How many tokens a checkpoint drafts. Raises ValueError: no number that layers can draft."""
-    try:
-        steps = source.config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
-    except (KeyError, IndexError, TypeError):
-        notices.append(f"how far it drafts is not said: {STEPS} steps are taken")
-        return STEPS
-    return number_said("speculative_tokens", steps, 1, MOST_STEPS)
-
-
-def number_said(key: str, said: Any, least: int, most: int) -> int:
-    """Raises ValueError: what config.json says is no number within bounds."""
-    if type(said) is not int or not least <= said <= most:
-        raise ValueError(
-            f"config.json: {key} must be an integer from {least} to {most}, got {said!r}"
-        )
-    return said
-
-
 def read_tensors(
     source: Source,
     config: HeadsConfig,
@@ -252,13 +195,14 @@ def read_tensors(
     tensors = {ours: source.read(theirs) for ours, theirs in names.items()}
     if config.draft_vocab_size is not None:
         tensors[DRAFT_TOKENS] = _tokens(source, config)
-    if "embed_tokens.weight" in source.files:
+    if EMBEDDINGS in source.files:
         notices.append("its copy of the token embeddings is left out: the target's own are read")
     return tensors
 
 
 def _tokens(source: Source, config: HeadsConfig) -> Tensor:
-    above_C, own_C = source.read("d2t", expected=IDS), torch.arange(config.num_candidates)
+    above_C = source.read("d2t", expected=[*IDS, "int32"]).long()
+    own_C = torch.arange(config.num_candidates)
     assert config.vocab_size is not None
     if above_C.shape != own_C.shape or not are_ascending(above_C + own_C, config.vocab_size):
         raise ValueError(
@@ -274,7 +218,19 @@ def _tokens(source: Source, config: HeadsConfig) -> Tensor:
     return above_C + own_C
 
 
-def one_of_said(said: Sequence[Mapping[str, Any]], *keys: str) -> Any:
-    """The first value that any of the configurations gives for any of the keys."""
-    found = (of[key] for key in keys for of in said if of.get(key) is not None)
-    return next(found, None)
+def check_embeddings(source: Source, target_VD: Tensor) -> None:
+    """Raises ValueError: a copy of the token embeddings is not the target's, which are read in its
+    place."""
+    own_VD, differing = source.read(EMBEDDINGS), 0
+    if own_VD.shape == target_VD.shape:
+        for own, target in zip(own_VD.split(_ROWS), target_VD.split(_ROWS), strict=True):
+            gap = (own.float() - target.float()).abs().amax(dim=-1)
+            differing += int((gap > _ROUNDED * target.float().abs().amax(dim=-1)).sum())
+    else:
+        differing = len(own_VD)
+    if differing > _FEW_ROWS * len(own_VD):
+        raise ValueError(
+            f"{source.name!r} has other token embeddings than the target for {differing} of "
+            f"{len(own_VD)} tokens, and heads here read the target's: give the target they belong "
+            "to; drafts of embeddings that were trained with them cannot be had here"
+        )

@@ -5,7 +5,7 @@ Layers are counted there by what goes into them, here, and in `eagle_config`, by
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,15 +19,13 @@ from medusa_heads.interop.decoders import (
     check_width,
     layer_ids,
     layer_settings,
-    layers_said,
     matrix_shape,
     read_tensors,
-    shape_said,
     speculators_config,
-    steps_said,
     vocabulary_size,
     vocabulary_tensors,
 )
+from medusa_heads.interop.said import has_windows, layers_said, one_of_said, shape_said, steps_said
 from medusa_heads.interop.source import Source
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -80,22 +78,36 @@ def written(
 
 
 def read(
-    source: Source, target_vocab: int | None
+    source: Source, target_vocab: int | None, num_layers: int | None = None
 ) -> tuple[HeadsConfig, dict[str, Tensor], list[str]]:
     """Heads under our names, and what the user should know; `target_vocab`: rows of the target's
-    lm_head, where it is known. Raises ValueError: a layer of another kind, or a tensor or setting
-    that is missing, surplus or ill-fitting."""
-    top, said, notices = source.config, layers_said(source), list[str]()
-    if (kind := said.get("model_type", "llama")) != "llama":
+    lm_head, `num_layers`: its layers, where they are known. Raises ValueError: a layer of another
+    kind, or a tensor or setting that is missing, surplus or ill-fitting."""
+    top, layers, notices = source.config, layers_said(source), list[str]()
+    nested = top.get("eagle_config") or {}
+    if not isinstance(nested, dict):
+        raise ValueError(f"config.json: eagle_config must be an object, got {nested!r}")
+    said = (top, nested)
+    if (kind := layers.get("model_type", "llama")) != "llama":
         raise ValueError(f"{source.name!r} holds a layer of {kind!r}: heads here hold Llama's")
+    if has_windows((layers, top)):
+        raise ValueError(
+            f"{source.name!r} holds a layer with a window (layer_types): heads here see the whole "
+            "text"
+        )
     layer = (
         "midlayer." if any(name.startswith("midlayer.") for name in source.files) else "layers.0."
     )
-    drafted, hidden_size = matrix_shape(source, "lm_head.weight")
     rows, _ = matrix_shape(source, f"{layer}self_attn.q_proj.weight")
-    check_width(source, said, hidden_size)
-    agree(source, "num_hidden_layers", said.get("num_hidden_layers"), 1)
-    if said.get("norm_output") or top.get("norm_output"):
+    hidden_size, _ = matrix_shape(source, f"{layer}self_attn.o_proj.weight")
+    drafted = None
+    if "lm_head.weight" in source.files:
+        drafted, hidden_size = matrix_shape(source, "lm_head.weight")
+    elif "d2t" not in source.files:
+        notices.append("it has no vocabulary matrix of its own: the target's is read")
+    check_width(source, layers, hidden_size)
+    agree(source, "num_hidden_layers", layers.get("num_hidden_layers"), 1)
+    if one_of_said((layers, *said), "norm_output"):
         raise ValueError(
             f"{source.name!r} reads its own output behind the last norm (norm_output): heads here "
             "read it before"
@@ -103,12 +115,12 @@ def read(
     config = HeadsConfig(
         kind="eagle3",
         num_heads=steps_said(source, notices),
-        vocab_matrix="own",
+        vocab_matrix="shared" if drafted is None else "own",
         draft_vocab_size=drafted if "d2t" in source.files else None,
-        features=_features(source, hidden_size, notices),
-        decoder=_shape(top, said, rows),
+        features=_features(source, nested, hidden_size, num_layers, notices),
+        decoder=_shape(said, layers, rows),
         hidden_size=hidden_size,
-        vocab_size=vocabulary_size(source, (said, top), target_vocab, drafted),
+        vocab_size=vocabulary_size(source, (layers, top), target_vocab, drafted),
     )
     theirs = partial(_theirs, layer=layer)
     tensors = read_tensors(source, config, theirs, "EAGLE-3's one layer", notices)
@@ -120,31 +132,50 @@ def _theirs(ours: str, layer: str) -> str:
     return ours.removeprefix("decoder.").replace("midlayer.", layer, 1)
 
 
-def _shape(top: Mapping[str, Any], said: Mapping[str, Any], rows: int) -> DecoderShape:
-    # speculators' own default differs from that of the files that vLLM reads.
-    before = top.get("norm_before_residual", "speculators_model_type" in top)
-    norm = "each" if top.get("fc_norm") else "all" if top.get("norm_before_fc") else "none"
+def _shape(said: Sequence[Mapping[str, Any]], layers: Mapping[str, Any], rows: int) -> DecoderShape:
+    """Of the layer; what is said of its norms may stand in `eagle_config`, as NVIDIA's files have
+    it."""
+    before = one_of_said(said, "norm_before_residual")
+    if before is None:  # speculators' own default differs from that of the files that vLLM reads
+        before = "speculators_model_type" in said[0]
+    each, together = (one_of_said(said, key) for key in ("fc_norm", "norm_before_fc"))
+    norm = "each" if each else "all" if together else "none"
     ours = {"norm_before_residual": before, "feature_norm": norm}
-    return DecoderShape.from_dict(shape_said(said, rows) | ours)
+    return DecoderShape.from_dict(shape_said(layers, rows) | ours)
 
 
-def _features(source: Source, hidden_size: int, notices: list[str]) -> list[int] | None:
+def _features(
+    source: Source,
+    nested: Mapping[str, Any],
+    hidden_size: int,
+    num_layers: int | None,
+    notices: list[str],
+) -> list[int] | None:
     """The layers whose outputs are read; None for the last hidden state alone."""
-    eagle_config = source.config.get("eagle_config") or {}
-    if not isinstance(eagle_config, dict):
-        raise ValueError(f"config.json: eagle_config must be an object, got {eagle_config!r}")
-    if not eagle_config.get("use_aux_hidden_state", True):
+    if not nested.get("use_aux_hidden_state", True):
         return None
-    into = source.config.get("eagle_aux_hidden_state_layer_ids")
-    ids = into or eagle_config.get("eagle_aux_hidden_state_layer_ids")
+    key = "eagle_aux_hidden_state_layer_ids"
+    into = source.config.get(key)
+    ids = into or nested.get(key)
+    usual = _usual_layers(num_layers or 0)
+    if not ids and usual and matrix_shape(source, "fc.weight")[1] == len(usual) * hidden_size:
+        into = ids = usual
+        notices.append(
+            f"which layers it reads is not said: {ids}, as is usual for a target of {num_layers} "
+            f"layers ({key} in its config.json says others)"
+        )
     if not ids:
         raise ValueError(
-            f"{source.name!r} does not say which layers it reads: add "
-            "eagle_aux_hidden_state_layer_ids, for a target of L layers by default [2, L // 2, "
-            "L - 3], to its config.json"
+            f"{source.name!r} does not say which layers it reads: give the target, or add {key}, "
+            "for a target of L layers by default [2, L // 2, L - 3], to its config.json"
         )
-    key = "eagle_aux_hidden_state_layer_ids"
     features = layer_ids(source, ids, key, hidden_size, first=1 if into else 0)
     if not into:
         notices.append(f"eagle_config's layers {ids} are taken for those whose outputs are read")
     return features
+
+
+def _usual_layers(num_layers: int) -> list[int]:
+    """What the authors' code reads, counted by what goes in; none where these are no three."""
+    usual = [2, num_layers // 2, num_layers - 3]
+    return usual if usual == sorted(set(usual)) else []

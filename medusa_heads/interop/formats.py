@@ -13,7 +13,7 @@ from torch import Tensor
 
 from medusa_heads.config import HeadsConfig, HeadsKind
 from medusa_heads.interop import ReadFormat, block, eagle3
-from medusa_heads.interop.decoders import number_said
+from medusa_heads.interop.said import number_said
 from medusa_heads.interop.source import Source
 from medusa_heads.settings import MOST
 
@@ -210,7 +210,8 @@ FORMATS: dict[ReadFormat, Format] = {
 }
 
 
-_ReadDecoder = Callable[[Source, int | None], tuple[HeadsConfig, dict[str, Tensor], list[str]]]
+_Read = tuple[HeadsConfig, dict[str, Tensor], list[str]]
+_ReadDecoder = Callable[[Source, int | None, int | None], _Read]
 DECODERS: dict[ReadFormat, _ReadDecoder] = {
     "eagle3": eagle3.read,
     "dflash": partial(block.read, corrected=False),

@@ -20,7 +20,7 @@ from medusa_heads.interop.convert import convert_heads
 from medusa_heads.interop.export import export_heads
 from tests.interop.conftest import Decodes
 from tests.interop.layers import FEW, GROUPS, HEADS, WIDTH, Tensors, eagle3, eagle3_config, written
-from tests.interop.layouts import D, V, assert_same_bits, values
+from tests.interop.layouts import D, V, assert_same_bits
 
 
 def their_logits(
@@ -81,7 +81,9 @@ def test_a_layer_says_what_theirs_says(
     if of == "last hidden state":
         changed["eagle_config"] = {"use_aux_hidden_state": False}
     if of == "speculators":
-        stored = eagle3(2, "layers.0") | {"embed_tokens.weight": values(V, D, seed=7)}
+        model = TargetModel.from_pretrained(str(target))
+        copied_VD = model.get_input_embeddings().weight.detach().clone()
+        stored = eagle3(2, "layers.0") | {"embed_tokens.weight": copied_VD}
         layer = eagle3_config()
         method = {"proposal_type": "greedy", "speculative_tokens": 3}
         changed |= {
@@ -169,6 +171,9 @@ ROPE = {
         ({"hidden_act": "gelu"}, {}, "is not of silu"),
         ({"target_hidden_size": 128}, {}, "says target_hidden_size: 128 and its tensors are 64"),
         ({"norm_output": True}, {}, "reads its own output behind the last norm"),
+        ({"eagle_config": {"norm_output": True}}, {}, "reads its own output behind the last norm"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 8}, {}, "a layer with a window"),
+        ({"use_sliding_window": True, "sliding_window": 8}, {}, "a layer with a window"),
         ({"eagle_aux_hidden_state_layer_ids": None}, {}, "does not say which layers it reads"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 2]}, {}, r"order, counted from 1, got \[0, 2\]"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 1]}, {}, "in ascending order, counted from 1"),

@@ -1,0 +1,139 @@
+"""What published checkpoints of decoder layers say in other ways, or leave out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from medusa_heads import TargetModel
+from medusa_heads.checkpoint.stored_heads import read_stored
+from medusa_heads.interop.convert import convert_heads
+from tests.conftest import TinyLlama
+from tests.interop.layers import FEW, PLAIN_DFLASH, block, eagle3, eagle3_config, written
+from tests.interop.layouts import D, V, assert_same_bits
+from tests.interop.test_eagle3 import our_logits, their_logits
+
+IDS_1T = torch.randint(V, (1, 12), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def test_norms_may_be_said_in_eagle_config(tmp_path: Path, target: Path) -> None:
+    """NVIDIA's files say there that what is fused is normalised before, all side by side."""
+    tensors = eagle3(2)
+    tensors["input_norm.weight"] = torch.linspace(0.5, 1.5, 2 * D)
+    said = eagle3_config(eagle_config={"norm_before_fc": True, "use_aux_hidden_state": True})
+    made = convert_heads(written(tmp_path / "t", tensors, said), tmp_path / "o", target=str(target))
+    got_TC, model = our_logits(made.folder, target, IDS_1T)
+    features_TX = model.hidden(IDS_1T)[0, :, : 2 * D]
+    features_TX = torch.nn.functional.rms_norm(
+        features_TX, (2 * D,), tensors["input_norm.weight"], 1e-5
+    )
+    embedded_TD = model.get_input_embeddings()(IDS_1T[0].roll(-1))
+    expected_TC = their_logits(tensors, features_TX, embedded_TD)
+    torch.testing.assert_close(got_TC[:-1], expected_TC[:-1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("eagle_config", [None, {"use_aux_hidden_state": True}])
+def test_the_layers_that_are_usual_are_read_where_none_are_said(
+    tmp_path: Path, tiny_llama: TinyLlama, eagle_config: dict[str, Any] | None
+) -> None:
+    """The authors' own files name none."""
+    tiny_llama(num_hidden_layers=12).save_pretrained(tmp_path / "deep")
+    said = eagle3_config(eagle_aux_hidden_state_layer_ids=None, eagle_config=eagle_config)
+    source = written(tmp_path / "theirs", eagle3(3), said)
+    made = convert_heads(source, tmp_path / "ours", target=str(tmp_path / "deep"))
+    assert made.stored.config.features == (1, 5, 8)
+    assert any("is usual for a target of 12 layers" in notice for notice in made.notices)
+    with pytest.raises(ValueError, match="does not say which layers it reads: give the target"):
+        convert_heads(source, tmp_path / "unknown")
+
+
+def test_token_embeddings_of_its_own_are_refused(tmp_path: Path, target: Path) -> None:
+    """They may have been trained with the layer, which then drafts badly from the target's."""
+    embeddings = TargetModel.from_pretrained(str(target)).get_input_embeddings()
+    copied_VD = embeddings.weight.detach().clone()
+    source = written(
+        tmp_path / "theirs",
+        eagle3(2, "layers.0") | {"embed_tokens.weight": copied_VD.bfloat16()},
+        eagle3_config(),
+    )
+    convert_heads(source, tmp_path / "ours", target=str(target))
+    unseen = convert_heads(source, tmp_path / "unseen")
+    assert any("--target would tell" in notice for notice in unseen.notices)
+    trained = written(
+        tmp_path / "trained",
+        eagle3(2, "layers.0") | {"embed_tokens.weight": copied_VD + 0.1 * torch.randn(V, D)},
+        eagle3_config(),
+    )
+    with pytest.raises(ValueError, match="other token embeddings than the target for 199 of 199"):
+        convert_heads(trained, tmp_path / "refused", target=str(target))
+    assert not (tmp_path / "refused").exists()
+
+
+def test_offsets_may_be_narrow(tmp_path: Path, target: Path) -> None:
+    tensors = eagle3(2)
+    plain = convert_heads(
+        written(tmp_path / "wide", tensors, eagle3_config()), tmp_path / "1", target=str(target)
+    )
+    narrow = tensors | {"d2t": tensors["d2t"].int(), "t2d": tensors["t2d"].to(torch.uint8)}
+    made = convert_heads(
+        written(tmp_path / "narrow", narrow, eagle3_config()), tmp_path / "2", target=str(target)
+    )
+    assert_same_bits(read_stored(made.folder).tensors, read_stored(plain.folder).tensors)
+
+
+@torch.no_grad()
+def test_the_target_s_vocabulary_matrix_is_read_where_there_is_none(
+    tmp_path: Path, target: Path
+) -> None:
+    tensors = eagle3(2, reduced=False)
+    del tensors["lm_head.weight"]
+    source = written(tmp_path / "theirs", tensors, eagle3_config(draft_vocab_size=V))
+    made = convert_heads(source, tmp_path / "ours", target=str(target))
+    assert made.stored.config.vocab_matrix == "shared"
+    got_TV, model = our_logits(made.folder, target, IDS_1T)
+    tensors["lm_head.weight"] = model.get_output_embeddings().weight
+    features_TX = model.hidden(IDS_1T)[0, :, : 2 * D]
+    embedded_TD = model.get_input_embeddings()(IDS_1T[0].roll(-1))
+    expected_TV = their_logits(tensors, features_TX, embedded_TD)
+    torch.testing.assert_close(got_TV[:-1], expected_TV[:-1], atol=1e-4, rtol=1e-4)
+
+
+def test_positions_of_images_are_those_of_text(tmp_path: Path, target: Path) -> None:
+    """Drafters of multimodal targets say so; of text alone their three positions are one."""
+    rope = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    source = written(tmp_path / "theirs", eagle3(2), eagle3_config(rope_scaling=rope))
+    made = convert_heads(source, tmp_path / "ours", target=str(target))
+    assert made.stored.config.decoder is not None
+    assert made.stored.config.decoder.rope_parameters == {
+        "rope_type": "default",
+        "rope_theta": 5000.0,
+    }
+    assert made.stored.config.draft_vocab_size == FEW
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "a window"),
+        ({"architectures": ["DSparkDraftModel"]}, "'dflash', and its config.json is of 'dspark'"),
+        ({"shift_label": True}, "targets that lie a token further on"),
+    ],
+    ids=str,
+)
+def test_blocks_that_draft_another_way_are_refused(
+    tmp_path: Path, target: Path, said: dict[str, Any], message: str
+) -> None:
+    """Their tensors are those of a DFlash block."""
+    source = written(tmp_path / "theirs", block(corrected=False), PLAIN_DFLASH | said)
+    with pytest.raises(ValueError, match=message):
+        convert_heads(source, tmp_path / "ours", target=str(target))
+
+
+def test_windows_that_no_layer_has_are_no_windows(tmp_path: Path, target: Path) -> None:
+    said = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
+    source = written(tmp_path / "theirs", block(corrected=False), PLAIN_DFLASH | said)
+    convert_heads(source, tmp_path / "ours", target=str(target))
