@@ -227,6 +227,9 @@ _READ_HERE = (
 )
 
 
+_GIVEN_AS = {"mm_encoder_outputs": "pixel_values and what else makes images or videos"}
+
+
 def _refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
     """Refuse by name what would otherwise be ignored in silence."""
     refusals = {
@@ -245,8 +248,10 @@ def _refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) 
     refused = [name for name, asked in refusals.items() if asked]
     # What the model would read in every forward, but is not handed on with a tree.
     for name, value in model_kwargs.items():
-        if name not in _READ_HERE and value is not None and value is not False:
-            refused.append(name)
+        # Of text alone, generate() itself gives multimodal models no images, in an empty dict.
+        unsaid = value is None or value is False or (isinstance(value, Mapping) and not value)
+        if name not in _READ_HERE and not unsaid:
+            refused.append(_GIVEN_AS.get(name, name))
     if refused:
         raise ValueError(
             f"tree decoding does not support {', '.join(refused)}: leave it out, or call the "
@@ -278,13 +283,14 @@ def _left_padding(input_ids_BT: Tensor, attention_mask_BT: Tensor | None) -> lis
 
 
 def _check_positions(position_ids_BT: Tensor | None, padding: list[int]) -> None:
-    """Positions that generate() makes itself pass; others would be forgotten after the prompt."""
+    """Positions that generate() makes itself pass; others would be forgotten after the prompt. Of
+    images it makes several for each token, [.., B, T], which are one in text alone."""
     if position_ids_BT is None:
         return
     positions_T = torch.arange(position_ids_BT.shape[-1], device=position_ids_BT.device)
     padding_B1 = torch.tensor(padding, device=position_ids_BT.device)[:, None]
     own_BT = positions_T - padding_B1
-    if position_ids_BT.ndim != 2 or ((position_ids_BT != own_BT) & (own_BT >= 0)).any():
+    if position_ids_BT.ndim not in (2, 3) or ((position_ids_BT != own_BT) & (own_BT >= 0)).any():
         raise ValueError(
             "tree decoding counts positions from the first token of the text: leave position_ids "
             "out, or call the target's own generate()"

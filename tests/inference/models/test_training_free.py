@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 
+from medusa_heads import TargetModel
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.drafters.extra.early_exit import ExitClock
 from medusa_heads.inference.drafters.recycling import RecyclingSource
@@ -17,6 +19,8 @@ from medusa_heads.inference.models import training_free
 from medusa_heads.inference.models.training_free import DRAFTERS, TrainingFreeModel
 from medusa_heads.inference.plan import adaptive as adaptive_plan
 from medusa_heads.trees.tree import TreeShape
+from scripts.prove.tiny_configs import tiny_config
+from scripts.prove.tiny_models import random_weights
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.drafters.growing import grow
 from tests.inference.padded import padded
@@ -162,3 +166,32 @@ def test_a_copy_is_a_decoder_of_its_own(model: Any, drafter: str) -> None:
     assert torch.equal(got_BT, expected_BT)
     assert copied.target.model is not model
     assert torch.equal(torch.as_tensor(decoder.generate(**given)), expected_BT)
+
+
+@pytest.fixture(scope="module", params=["gemma3", "qwen3_vl"])
+def multimodal(request: pytest.FixtureRequest) -> Any:
+    """A tiny model with its vision tower."""
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(tiny_config(request.param))
+    model.generation_config.eos_token_id = None
+    return random_weights(model, (0.15, 0.15))
+
+
+def test_multimodal_targets_write_text_of_text(multimodal: Any) -> None:
+    """transformers gives them an empty dict of images, and to some several positions a token."""
+    prompt = torch.tensor([[5, 17, 3, 42, 8]])
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    expected = multimodal.generate(prompt, **options)
+    model = TrainingFreeModel(
+        TargetModel(multimodal), "suffix", corpus=[expected[0].tolist()], deterministic=True
+    )
+    got: Any = model.generate(prompt, **options)
+    assert torch.equal(got, expected)
+    assert model.last_stats is not None and model.last_stats.tokens_per_step > 2
+
+
+def test_images_are_refused_by_the_name_they_are_given_by(multimodal: Any) -> None:
+    model = TrainingFreeModel(TargetModel(multimodal), "suffix")
+    image = {"image": torch.zeros(1)}
+    with pytest.raises(ValueError, match=r"pixel_values|mm_encoder_outputs"):
+        model.generate(torch.tensor([[5, 17]]), max_new_tokens=2, mm_encoder_outputs=image)
