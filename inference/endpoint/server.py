@@ -108,7 +108,9 @@ class Server:
 
     def run(self) -> None:
         """Answer until SIGINT or SIGTERM, which is raised again once the last answer has ended."""
-        with self._socket, self._reading, self.scheduler:
+        # From here on a signal waits: raised while a thread starts, it would leave one that never
+        # ends.
+        with self._server.capture_signals(), self._socket, self._reading, self.scheduler:
             self._server.run([self._socket])
 
     def __enter__(self) -> Server:

@@ -289,6 +289,31 @@ def test_a_stream_is_told_of_a_server_that_ends(
     )
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_threads_start_leaves_none(
+    number: signal.Signals,
+    endless: Any,
+    tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    server, before = Server(endless, tokenizer, port=0), set(threading.enumerate())
+    run = server.scheduler._run
+
+    def signalled() -> None:
+        os.kill(os.getpid(), number)
+        run()
+
+    monkeypatch.setattr(server.scheduler, "_run", signalled)
+    try:
+        assert run_command(server.run) == 128 + number
+        assert set(threading.enumerate()) == before
+    finally:
+        server.scheduler.close()
+    shown = capfd.readouterr().err
+    assert len(shown.splitlines()) == 1 and shown.startswith("medusa-heads: ")
+
+
 def test_a_port_that_is_taken(server: Server, endless: Any, tokenizer: Any) -> None:
     port = int(server.url.rpartition(":")[2])
     with pytest.raises(ValueError, match=f"nobody can listen at 127.0.0.1, port {port}"):
