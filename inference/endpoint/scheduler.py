@@ -157,9 +157,9 @@ class Scheduler:
 
     def _admit(self, text: Text) -> None:
         self.metrics.waited(time.perf_counter() - text.asked_at)
-        text.begin(self._decode)
         ids_1T = torch.tensor([text.prompt], device=self._model.device)
         try:
+            text.begin(self._decode)
             row = self._batch.add(
                 ids_1T, text, seed=text.seed, max_new_tokens=text.max_tokens, **text.options
             )
@@ -180,6 +180,11 @@ class Scheduler:
         self._end(text, "stop" if row.tokens[-1] in stop_ids(self._model) else "length")
 
     def _end(self, text: Text, ending: Ending, fault: Exception | None = None) -> None:
+        if ending in ("stop", "length"):
+            try:
+                text.flush()
+            except Exception as problem:  # tokenizers may raise on tokens that they do not know
+                ending, fault = "failed", problem
         if fault is not None and not isinstance(fault, ValueError | Closed):
             _LOG.error("a text failed: %s: %s", type(fault).__name__, fault)
         self.metrics.count(

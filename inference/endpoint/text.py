@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ class Text:
         options: further ones of `generate()`.
         seed: of what is drawn.
         stop: strings before which the text ends.
+        stop_ids: tokens before which it ends, of which no text is made.
         tell: called by the thread that writes, with each piece of the text, and at the end with ""
             and how it ended.
         tokens: written so far, up to where it stopped.
@@ -37,6 +38,7 @@ class Text:
     options: dict[str, Any] = field(default_factory=dict)
     seed: int | None = None
     stop: Sequence[str] = ()
+    stop_ids: Collection[int] = ()
     tell: Callable[[str, Ending | None], None] = lambda piece, ending: None
     tokens: int = 0
     ending: Ending | None = None
@@ -54,6 +56,10 @@ class Text:
         if self.stopped:  # others of the same step
             return
         self.tokens += 1
+        if self.stop_ids and token.item() in self.stop_ids:
+            self.flush()
+            self.stopped = True
+            return
         self._pieces.put(token.tolist())
         if self.stop:
             self._send(self._pieces.next())
@@ -63,12 +69,19 @@ class Text:
         if not self.stop:
             self._send(self._pieces.next())
 
+    def flush(self) -> None:
+        """No token follows: what was held back is told."""
+        if self.stopped:
+            return
+        self._send(self._pieces.next(whole=True))
+        if not self.stopped:
+            held, self._held = self._held, ""
+            self._say(held)
+
     def end(self, ending: Ending, fault: Exception | None = None) -> None:
         """Nothing more is written."""
-        if ending in ("stop", "length") and not self.stopped:
-            self._send(self._pieces.next(whole=True))
-            if not self.stopped:
-                self._say(self._held)
+        if ending in ("stop", "length"):
+            self.flush()
         self.ending, self.fault = ("stop" if self.stopped else ending), fault
         self.tell("", self.ending)
 

@@ -169,6 +169,29 @@ def test_a_text_that_fails_leaves_the_others_alone(
     assert "".join(after.pieces) == alone(endless, tokenizer, "abc", 12)
 
 
+@pytest.mark.parametrize("unknown", ["prompt", "text"])
+def test_a_tokenizer_that_fails_fails_one_text(unknown: str, endless: Any, tokenizer: Any) -> None:
+    """As those written in Python do on ids that a padded vocabulary has and they have not."""
+    good = Told("abc", tokenizer, 12)
+    bad = Told("~" if unknown == "prompt" else "abc", tokenizer, 1)
+    known = tokenizer("abc")["input_ids"]
+
+    def decode(ids: list[int]) -> str:
+        if bad.text.ending is None and ids != known:
+            raise TypeError("sequence item 0: expected str instance, NoneType found")
+        text: str = tokenizer.decode(ids)
+        return text
+
+    scheduler = Scheduler(endless.running_batch(1), endless.target.model, decode)
+    for told in (bad, good):
+        scheduler.submit(told.text)
+    turns(scheduler)
+    assert bad.text.ending == "failed" and isinstance(bad.text.fault, TypeError)
+    assert "".join(good.pieces) == alone(endless, tokenizer, "abc", 12)
+    text = scheduler.metrics.text()
+    assert 'outcome="failed"} 1\n' in text and 'outcome="finished"} 1\n' in text
+
+
 def test_the_thread_ends_and_what_was_being_written_fails(endless: Any, tokenizer: Any) -> None:
     scheduler = scheduler_of(endless, tokenizer, 1)
     texts = [Told("abc", tokenizer, 400) for _ in range(2)]

@@ -82,6 +82,22 @@ def test_where_a_text_stops_does_not_depend_on_its_steps(steps: list[list[int]],
     assert "".join(first) == decode(tokens).partition("A" * n + "B")[0]
 
 
+@pytest.mark.parametrize("stop", [[], ["cx"]])
+def test_a_token_to_stop_at(stop: list[str]) -> None:
+    """Of which no text is made, as a tokenizer makes none of special ones. What may have been the
+    beginning of a string to stop at is told, and so is half of a character."""
+
+    def decode_bytes(ids: list[int]) -> str:
+        return decode([id for id in ids if id < 256])
+
+    text = Text([], 9, stop=stop, stop_ids={256})
+    told, ending = write(text, [[97, 98], [99, 256, 100]], decode_bytes)
+    assert "".join(told) == "abc" and ending == "stop" and text.tokens == 4
+    half = Text([], 9, stop=stop, stop_ids={256})
+    told, ending = write(half, [[97, 0xE2], [256]], decode_bytes)
+    assert "".join(told) == "a\N{REPLACEMENT CHARACTER}" and ending == "stop"
+
+
 @pytest.mark.parametrize(("stop", "written"), [([], "\u0a93\u0a96."), (["\u0a96"], "\u0a93")])
 def test_a_prompt_that_ends_in_bytes_is_continued(stop: list[str], written: str) -> None:
     """As Llama 2's tokenizer decodes: half a character breaks all bytes beside it."""
