@@ -7,7 +7,7 @@ import hmac
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from concurrent.futures import Executor
 from contextlib import suppress
 from functools import partial
@@ -19,12 +19,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from medusa_heads.inference.endpoint.protocol import Answer, Asked, Reader
+from medusa_heads.inference.endpoint.answers import Answer, refused
+from medusa_heads.inference.endpoint.protocol import Asked, Reader
 from medusa_heads.inference.endpoint.scheduler import Closed, Overloaded, Scheduler
 from medusa_heads.inference.endpoint.text import Ending
 
 _LARGEST = 4 << 20  # bytes of a request's body
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_PATHS = "/v1/completions, /v1/chat/completions, /v1/models, /metrics and /health"
+_LINE_ENDS = "\x85\u2028\u2029"
 _Event = tuple[str, Ending | None]
 
 
@@ -59,9 +61,15 @@ def make_app(
     async def metrics(_: Request) -> Response:
         return PlainTextResponse(scheduler.metrics.text(), media_type="text/plain; version=0.0.4")
 
+    known = {"id": name, "object": "model", "created": created, "owned_by": "medusa-heads"}
+
     async def models(_: Request) -> Response:
-        model = {"id": name, "object": "model", "created": created, "owned_by": "medusa-heads"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [known]})
+
+    async def model(request: Request) -> Response:
+        if (asked := request.path_params["name"]) != name:
+            return _refusal(404, _no_model(asked, name))
+        return JSONResponse(known)
 
     def refuse(status: int, said: str, headers: dict[str, str] | None = None) -> Response:
         scheduler.metrics.count("refused")
@@ -78,7 +86,7 @@ def make_app(
         except ValueError as error:
             return refuse(400, " ".join(str(error).split()))
         if asked.model not in (None, name):
-            return refuse(404, f"there is no model {asked.model!r} here, only {name!r}")
+            return refuse(404, _no_model(str(asked.model), name))
         events = _listen(asked)
         try:
             scheduler.submit(asked.text)
@@ -105,20 +113,28 @@ def make_app(
             if expected is not None and not hmac.compare_digest(said.encode("latin-1"), expected):
                 return _refusal(401, "the API key is missing or wrong")
             if hosts is not None and not _calling(request) <= {*hosts}:
-                return _refusal(403, "web pages are told nothing without an API key")
+                return _refusal(
+                    403,
+                    "without an API key only localhost is told anything, and no web page: ask by "
+                    "that name, or start the server with --api_key_variable",
+                )
             return await route(request)
 
         return guard
 
     async def on_http(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return _refusal(error.status_code, error.detail)
+        said = error.detail
+        if error.status_code == 404:
+            said += f": there are {_PATHS}"
+        return _refusal(error.status_code, said, error.headers)
 
     return Starlette(
         routes=[
             Route("/health", health),
             Route("/metrics", guarded(metrics)),
             Route("/v1/models", guarded(models)),
+            Route("/v1/models/{name:path}", guarded(model)),
             Route("/v1/completions", guarded(partial(answer, chat=False)), methods=["POST"]),
             Route("/v1/chat/completions", guarded(partial(answer, chat=True)), methods=["POST"]),
         ],
@@ -195,7 +211,7 @@ async def _stream(
             piece, ending = await events.get()
             if ending == "failed":
                 status, said = _fault(asked)
-                yield _event(_error(status, said))
+                yield _event(refused(status, said))
             elif ending is None or ending in ("stop", "length"):
                 yield _event(form.piece(piece, ending))
         if asked.with_usage and ending in ("stop", "length"):
@@ -207,7 +223,14 @@ async def _stream(
 
 
 def _event(content: Any) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+    line = json.dumps(content, ensure_ascii=False)
+    for end in _LINE_ENDS:  # that some clients see and JSON leaves alone
+        line = line.replace(end, f"\\u{ord(end):04x}")
+    return f"data: {line}\n\n"
+
+
+def _no_model(asked: str, name: str) -> str:
+    return f"there is no model {asked!r} here, only {name!r}"
 
 
 def _fault(asked: Asked) -> tuple[int, str]:
@@ -220,10 +243,5 @@ def _fault(asked: Asked) -> tuple[int, str]:
     return 500, f"the text could not be written ({type(fault).__name__})"
 
 
-def _error(status: int, said: str) -> dict[str, Any]:
-    usual = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": said, "type": _TYPES.get(status, usual), "code": status}}
-
-
-def _refusal(status: int, said: str, headers: dict[str, str] | None = None) -> Response:
-    return JSONResponse(_error(status, said), status, headers)
+def _refusal(status: int, said: str, headers: Mapping[str, str] | None = None) -> Response:
+    return JSONResponse(refused(status, said), status, headers)

@@ -1,4 +1,4 @@
-"""Requests in the form of OpenAI's completions and chat completions, and the answers to them.
+"""Requests in the form of OpenAI's completions and chat completions.
 
 What is not supported is refused by name, unless it is asked for nothing: an option that stands at
 the value it has by default.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from medusa_heads.data.chat import ask_ids
 from medusa_heads.data.formats import ROLES
 from medusa_heads.files import half_character
-from medusa_heads.inference.endpoint.text import Ending, Text
+from medusa_heads.inference.endpoint.text import Text
 from medusa_heads.target.target import TargetModel
 
 _MOST_TOKENS = 4096  # of an answer that nobody limits
@@ -36,10 +36,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
     "tools": ([],),
-    "tool_choice": ("none",),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
     "store": (False,),
 }
-_IGNORED = {"user", "metadata"}  # say nothing of the text
+# Say nothing of the text.
+_IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 _READ = {"model", "max_tokens", "temperature", "top_p", "seed", "stop", "stream", "stream_options"}
 
 
@@ -68,6 +74,8 @@ class Reader:
 
     def __init__(self, target: TargetModel, tokenizer: Any) -> None:
         self._target, self._tokenizer = target, tokenizer
+        added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+        self._special = {entry.content: id for id, entry in added if entry.special}
 
     def read(self, raw: bytes, *, chat: bool) -> Asked:
         """Raises ValueError: what it asks for cannot be had, in one sentence."""
@@ -95,14 +103,17 @@ class Reader:
             raise ValueError(f"the target has no token {beyond}: leave it out of the {source}")
         stream = _of_kind(given, "stream", bool, False)
         usage = _of_kind(given, "stream_options", dict, {})
-        if set(usage) - {"include_usage"}:
-            raise ValueError("stream_options has one option, include_usage")
+        for name, value in usage.items():
+            if name != "include_usage" and (name, value) != ("include_obfuscation", False):
+                raise ValueError(f"stream_options has one option, include_usage, and not {name!r}")
+        stops = _stops(given)
         text = Text(
             prompt,
             self._max_tokens(given, len(prompt), chat=chat),
             _sampling(given),
             _seed(given),
-            _stops(given),
+            stops,
+            frozenset(self._special[each] for each in stops if each in self._special),
         )
         model = _of_kind(given, "model", str, None)
         return Asked(text, model, stream, _of_kind(usage, "include_usage", bool, False))
@@ -134,6 +145,8 @@ class Reader:
         room = _MOST_TOKENS if limit is None else limit - prompt
         usual = max(min(room, _MOST_TOKENS), 1) if chat else _COMPLETION_TOKENS
         asked = [name for name in ("max_completion_tokens", "max_tokens") if name in given]
+        if len({repr(given[name]) for name in asked}) > 1:
+            raise ValueError(f"{asked[0]} and {asked[1]} say different things: leave one out")
         most = _of_kind(given, asked[0], int, usual) if asked else usual
         if most < 1:
             raise ValueError(f"{asked[0]} must be at least 1, got {most}")
@@ -145,13 +158,15 @@ class Reader:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """With its content as one text; some clients send it in parts."""
+    """With its content as one text; some clients send it in parts, or send an answer back with all
+    that it does not have."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError("a message must be an object with a role and a content")
     if message["role"] not in ROLES:  # a template may write out any role, which no text here has
         role = message["role"][:_LONGEST_ROLE]
         raise ValueError(f"there is no role {role!r} here, only {', '.join(ROLES)}")
-    content = message.get("content")
+    given = {name: value for name, value in message.items() if value is not None}
+    content = given.get("content")
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
         content = "".join(part for part in parts if isinstance(part, str))
@@ -159,9 +174,12 @@ def _message(message: Any) -> dict[str, Any]:
             raise ValueError("a message's content must be text")
     if not isinstance(content, str):
         raise ValueError("a message's content must be text")
-    if unknown := sorted(map(str, set(message) - {"role", "content", "name"})):
+    if unknown := sorted(map(str, set(given) - {"role", "content", "name"})):
         raise ValueError(f"a message has a role and a content, and here also {unknown[0]!r}")
-    return {"role": message["role"], "content": _encodable(content, "content")}
+    told = {"role": given["role"], "content": _encodable(content, "content")}
+    if "name" in given:  # some templates write it
+        told["name"] = _encodable(_of_kind(given, "name", str, None), "name")
+    return told
 
 
 def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,7 +204,7 @@ def _seed(given: Mapping[str, Any]) -> int:
     return int(seed)
 
 
-def _stops(given: Mapping[str, Any]) -> Sequence[str]:
+def _stops(given: Mapping[str, Any]) -> list[str]:
     stop = given.get("stop", [])
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(each, str) and each for each in stop):
@@ -228,53 +246,3 @@ def _encodable(text: str, what: str) -> str:
     if half_character(text) is not None:
         raise ValueError(f"the {what} holds half of a character")
     return text
-
-
-class Answer:
-    """The answer to one request, whole or in pieces.
-
-    Args:
-        name: of the model.
-        text: that is asked for.
-        chat: whether it is a turn of a conversation.
-        now: seconds since 1970.
-    """
-
-    def __init__(self, name: str, text: Text, *, chat: bool, now: int) -> None:
-        self._text, self._chat = text, chat
-        self._kind = "chat.completion" if chat else "text_completion"
-        prefix = "chatcmpl" if chat else "cmpl"
-        self._common = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": now, "model": name}
-
-    def whole(self, written: str, ending: Ending | None) -> dict[str, Any]:
-        """All at once."""
-        said: dict[str, Any] = {"text": written}
-        if self._chat:
-            said = {"message": {"role": "assistant", "content": written}}
-        return self._answer(self._kind, [self._choice(said, ending)]) | {"usage": self.usage()}
-
-    def piece(self, piece: str, ending: Ending | None = None, **more: Any) -> dict[str, Any]:
-        """One of a stream's; `more` is said of a turn besides."""
-        said: dict[str, Any] = {"text": piece}
-        if self._chat:
-            said = {"delta": more | ({"content": piece} if piece else {})}
-        return self._answer(self._stream_kind, [self._choice(said, ending)])
-
-    def last(self) -> dict[str, Any]:
-        """The counts at the end of a stream."""
-        return self._answer(self._stream_kind, []) | {"usage": self.usage()}
-
-    @property
-    def _stream_kind(self) -> str:
-        return "chat.completion.chunk" if self._chat else self._kind
-
-    def usage(self) -> dict[str, int]:
-        """How many tokens were read and written."""
-        read, written = len(self._text.prompt), self._text.tokens
-        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-
-    def _answer(self, kind: str, choices: Sequence[Any]) -> dict[str, Any]:
-        return {**self._common, "object": kind, "choices": list(choices)}
-
-    def _choice(self, said: Mapping[str, Any], ending: Ending | None) -> dict[str, Any]:
-        return {"index": 0, **said, "logprobs": None, "finish_reason": ending}

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from medusa_heads.inference.endpoint.protocol import Answer, Reader
+from medusa_heads.inference.endpoint.answers import Answer
+from medusa_heads.inference.endpoint.protocol import Reader
 from medusa_heads.inference.endpoint.text import Text
 from tests.inference.speaking import make_tokenizer
 
@@ -40,6 +41,8 @@ def test_what_is_asked_for(reader: Reader, tokenizer: Any) -> None:
     assert read(reader, prompt=["abc"]).text.prompt == text.prompt
     # What asks for nothing is no reason to refuse.
     assert read(reader, n=1, logprobs=None, echo=False, user="me", frequency_penalty=0.0)
+    assert read(reader, parallel_tool_calls=True, modalities=["text"], service_tier="auto")
+    assert read(reader, prompt_cache_key="k", stream_options={"include_obfuscation": False})
 
 
 def test_a_conversation_is_rendered(reader: Reader, tokenizer: Any) -> None:
@@ -49,6 +52,32 @@ def test_a_conversation_is_rendered(reader: Reader, tokenizer: Any) -> None:
         assert tokenizer.decode(asked.text.prompt) == "u:hia:"
     assert asked.text.max_tokens == 512 - len(asked.text.prompt)  # what is left of the context
     assert read(reader, chat=True, max_completion_tokens=5).text.max_tokens == 5
+    assert read(reader, chat=True, max_completion_tokens=5, max_tokens=5).text.max_tokens == 5
+    with pytest.raises(ValueError, match="max_completion_tokens and max_tokens say different"):
+        read(reader, chat=True, max_completion_tokens=5, max_tokens=6)
+
+
+def test_an_answer_comes_back_with_all_that_it_has_not(reader: Reader, tokenizer: Any) -> None:
+    """As `message.model_dump()` of OpenAI's client makes it."""
+    lacks = dict.fromkeys(["refusal", "annotations", "audio", "function_call", "tool_calls"])
+    said = {"role": "assistant", "content": "x", **lacks}
+    asked = read(reader, chat=True, messages=[said, {"role": "user", "content": "y", "name": None}])
+    assert tokenizer.decode(asked.text.prompt) == "a:x<end>u:ya:"
+
+
+def test_a_template_that_writes_names_is_told_them(model: Any) -> None:
+    names = make_tokenizer("{% for m in messages %}{{ m.name or '?' }}:{{ m.content }}{% endfor %}")
+    reader, talk = Reader(model.target, names), {"role": "user", "content": "hi"}
+    asked = read(reader, chat=True, messages=[talk | {"name": "bob"}, talk])
+    assert names.decode(asked.text.prompt) == "bob:hi?:hi"
+    with pytest.raises(ValueError, match="name must be a text"):
+        read(reader, chat=True, messages=[talk | {"name": 3}])
+
+
+def test_a_special_token_to_stop_at(reader: Reader, tokenizer: Any) -> None:
+    text = read(reader, stop=["<end>", "x"]).text
+    assert text.stop_ids == {tokenizer.eos_token_id} and list(text.stop) == ["<end>", "x"]
+    assert not read(reader, stop="<en").text.stop_ids
 
 
 @pytest.mark.parametrize(
@@ -85,6 +114,7 @@ def test_a_conversation_is_rendered(reader: Reader, tokenizer: Any) -> None:
         ({"stop": 3}, "stop must be a text"),
         ({"stream": "yes"}, "stream must be true or false"),
         ({"stream_options": {"x": 1}}, "include_usage"),
+        ({"stream_options": {"include_obfuscation": True}}, "not 'include_obfuscation'"),
         ({"model": 3}, "model must be a text"),
     ],
     ids=str,

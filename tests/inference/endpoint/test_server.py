@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
-from http.client import HTTPConnection, HTTPResponse, IncompleteRead
 from typing import Any
 
 import pytest
 
-from medusa_heads.cli.flags.arguments import run_command
-from medusa_heads.inference.endpoint import server as served
+from medusa_heads.inference.endpoint.app import _event
 from medusa_heads.inference.endpoint.server import Server
 from scripts.prove.serving import joining_wrongly, make_jobs, serve
+from tests.inference.endpoint.asking import ask, begin, metrics, send
 
 
 @pytest.fixture
@@ -31,35 +27,6 @@ def standing(model: Any, tokenizer: Any) -> Iterator[Server]:
     """One for all who are refused: each server that ends waits for a moment."""
     with Server(model, tokenizer, port=0, max_rows=1, queue=2, name="tiny") as running:
         yield running
-
-
-def send(server: Server, path: str, body: Any = None, **headers: str) -> HTTPConnection:
-    connection = HTTPConnection(server.url.removeprefix("http://"), timeout=60)
-    raw = body if isinstance(body, bytes | None) else json.dumps(body)
-    connection.request("GET" if body is None else "POST", path, raw, headers)
-    return connection
-
-
-def ask(server: Server, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-    with closing(send(server, path, body, **headers)) as connection:
-        response = connection.getresponse()
-        said = response.read().decode()
-    return response.status, json.loads(said) if said[:1] == "{" else said
-
-
-def metrics(server: Server) -> str:
-    """Once all is counted."""
-    while not server.scheduler.is_idle():
-        time.sleep(0.01)
-    text: str = ask(server, "/metrics")[1]
-    return text
-
-
-def begin(server: Server, tokens: int = 400) -> tuple[HTTPConnection, HTTPResponse]:
-    """A stream that was taken, or refused."""
-    body = {"prompt": "abc", "max_tokens": tokens, "temperature": 0, "stream": True}
-    connection = send(server, "/v1/completions", body)
-    return connection, connection.getresponse()
 
 
 def test_texts_of_clients_that_come_and_go_are_those_of_generate(
@@ -167,13 +134,31 @@ def test_who_leaves_without_a_stream_frees_the_row(
         ("/v1/completions", {"prompt": "a", "model": "gpt"}, 404, "no model 'gpt' here"),
         ("/v1/completions", b"x" * ((4 << 20) + 1), 413, "at most"),
         ("/v1/completions", None, 405, "Method Not Allowed"),
-        ("/v1/embeddings", {}, 404, "Not Found"),
+        ("/v1/embeddings", {}, 404, "Not Found: there are /v1/completions, "),
+        ("/v1/models/gpt", None, 404, "no model 'gpt' here, only 'tiny'"),
     ],
     ids=str,
 )
 def test_what_is_refused(standing: Server, path: str, body: Any, status: int, said: str) -> None:
     answered, content = ask(standing, path, body)
-    assert answered == status and said in content["error"]["message"]
+    error = content["error"]
+    assert answered == status and said in error["message"]
+    # Typed clients fail on any other shape, and their users never see the message.
+    assert set(error) == {"message", "type", "param", "code"} and error["code"] == str(status)
+
+
+def test_one_model_by_its_name(endless: Any, tokenizer: Any) -> None:
+    with Server(endless, tokenizer, port=0, name="some/one") as server:
+        for path in ("some/one", "some%2Fone"):
+            assert ask(server, f"/v1/models/{path}")[1]["id"] == "some/one"
+        assert ask(server, "/v1/models/some")[0] == 404
+
+
+def test_an_event_is_one_line_for_all_clients() -> None:
+    """httpx and others end lines wherever Python does."""
+    said = "a\x85b\u2028c\u2029d\x0be\x1cf\n\U0001f600"
+    (line,) = [each for each in _event({"text": said}).splitlines() if each]
+    assert json.loads(line.removeprefix("data: ")) == {"text": said} and "\U0001f600" in line
 
 
 def test_what_is_refused_is_counted(server: Server) -> None:
@@ -192,7 +177,7 @@ def test_what_fails_while_it_is_written_is_said(server: Server, monkeypatch: Any
     status, content = ask(server, "/v1/completions", body)
     assert status == 500 and content["error"]["message"].endswith("written (RuntimeError)")
     status, content = ask(server, "/v1/completions", body | {"stream": True})
-    assert status == 200 and '"code": 500' in content and content.endswith("[DONE]\n\n")
+    assert status == 200 and '"code": "500"' in content and content.endswith("[DONE]\n\n")
 
 
 @pytest.mark.parametrize(
@@ -235,83 +220,6 @@ def test_an_api_key_of_any_bytes(endless: Any, tokenizer: Any, key: str) -> None
         sent = key.encode(errors="surrogateescape").decode("latin-1")
         assert ask(server, "/v1/models", Authorization=f"Bearer {sent}")[0] == 200
         assert ask(server, "/v1/models", Authorization="Bearer \u00fc")[0] == 401
-
-
-def test_a_server_that_ends_leaves_no_thread(endless: Any, tokenizer: Any) -> None:
-    before = set(threading.enumerate())
-    with Server(endless, tokenizer, port=0) as server:
-        connection, response = begin(server)
-    assert set(threading.enumerate()) == before
-    assert b"going down" in response.read()
-    connection.close()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("hears", [True, False])
-def test_a_stream_is_told_of_a_server_that_ends(
-    number: signal.Signals,
-    hears: bool,
-    endless: Any,
-    tokenizer: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """One whose text does not even end then is left. Neither leaves a traceback."""
-    for name in ("_TO_THE_END", "_TO_BE_TOLD"):
-        monkeypatch.setattr(served, name, 0.1 if name == "_TO_THE_END" or not hears else 60)
-    server = Server(endless, tokenizer, port=0)
-    said = b""
-
-    def listen() -> None:
-        nonlocal said
-        connection, response = begin(server)
-        response.readline()
-        with endless._lock:  # so that the text cannot come to its end meanwhile
-            os.kill(os.getpid(), number)
-            while server.scheduler.is_open:
-                time.sleep(0.01)
-            if not hears:
-                with pytest.raises((IncompleteRead, ConnectionError)):
-                    response.read()
-        if hears:
-            said = response.read()
-        connection.close()
-
-    client = threading.Thread(target=listen)
-    client.start()
-    assert run_command(server.run) == 128 + number
-    client.join()
-    assert not hears or (b'"code": 503' in said and said.endswith(b"data: [DONE]\n\n"))
-    shown = capfd.readouterr().err
-    assert (
-        not caplog.messages and len(shown.splitlines()) == 1 and shown.startswith("medusa-heads: ")
-    )
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_the_threads_start_leaves_none(
-    number: signal.Signals,
-    endless: Any,
-    tokenizer: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    server, before = Server(endless, tokenizer, port=0), set(threading.enumerate())
-    run = server.scheduler._run
-
-    def signalled() -> None:
-        os.kill(os.getpid(), number)
-        run()
-
-    monkeypatch.setattr(server.scheduler, "_run", signalled)
-    try:
-        assert run_command(server.run) == 128 + number
-        assert set(threading.enumerate()) == before
-    finally:
-        server.scheduler.close()
-    shown = capfd.readouterr().err
-    assert len(shown.splitlines()) == 1 and shown.startswith("medusa-heads: ")
 
 
 def test_a_port_that_is_taken(server: Server, endless: Any, tokenizer: Any) -> None:

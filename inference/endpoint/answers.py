@@ -1,0 +1,69 @@
+"""Answers in the form of OpenAI's, and what is said in place of one."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from medusa_heads.inference.endpoint.text import Ending, Text
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+def refused(status: int, said: str) -> dict[str, Any]:
+    """Why there is no answer. The code is a text, as typed clients want it: of a stream that has
+    begun it alone says the status."""
+    usual = "invalid_request_error" if status < 500 else "server_error"
+    kind = _TYPES.get(status, usual)
+    return {"error": {"message": said, "type": kind, "param": None, "code": str(status)}}
+
+
+class Answer:
+    """The answer to one request, whole or in pieces.
+
+    Args:
+        name: of the model.
+        text: that is asked for.
+        chat: whether it is a turn of a conversation.
+        now: seconds since 1970.
+    """
+
+    def __init__(self, name: str, text: Text, *, chat: bool, now: int) -> None:
+        self._text, self._chat = text, chat
+        self._kind = "chat.completion" if chat else "text_completion"
+        prefix = "chatcmpl" if chat else "cmpl"
+        self._common = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": now, "model": name}
+
+    def whole(self, written: str, ending: Ending | None) -> dict[str, Any]:
+        """All at once."""
+        said: dict[str, Any] = {"text": written}
+        if self._chat:
+            said = {"message": {"role": "assistant", "content": written}}
+        return self._answer(self._kind, [self._choice(said, ending)]) | {"usage": self.usage()}
+
+    def piece(self, piece: str, ending: Ending | None = None, **more: Any) -> dict[str, Any]:
+        """One of a stream's; `more` is said of a turn besides."""
+        said: dict[str, Any] = {"text": piece}
+        if self._chat:
+            said = {"delta": more | ({"content": piece} if piece else {})}
+        return self._answer(self._stream_kind, [self._choice(said, ending)])
+
+    def last(self) -> dict[str, Any]:
+        """The counts at the end of a stream."""
+        return self._answer(self._stream_kind, []) | {"usage": self.usage()}
+
+    @property
+    def _stream_kind(self) -> str:
+        return "chat.completion.chunk" if self._chat else self._kind
+
+    def usage(self) -> dict[str, int]:
+        """How many tokens were read and written."""
+        read, written = len(self._text.prompt), self._text.tokens
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+    def _answer(self, kind: str, choices: Sequence[Any]) -> dict[str, Any]:
+        return {**self._common, "object": kind, "choices": list(choices)}
+
+    def _choice(self, said: Mapping[str, Any], ending: Ending | None) -> dict[str, Any]:
+        return {"index": 0, **said, "logprobs": None, "finish_reason": ending}
