@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -26,7 +27,8 @@ def run(*command: str | Path, cwd: Path | None = None) -> str:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the sources, so that building leaves nothing behind in the repository."""
     folder = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "tests/test_files.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy2(ROOT / name, folder / name)
     for room in ROOMS:
         shutil.copytree(
@@ -79,6 +81,14 @@ def test_wheel_is_typed_licensed_and_small(wheel: Path) -> None:
     assert "medusa_heads/py.typed" in sizes
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in sizes)
     assert {name: size for name, size in sizes.items() if size > MAX_FILE_BYTES} == {}
+
+
+def test_sdist_holds_no_part_of_the_tests(wheel: Path) -> None:
+    """setuptools adds `tests/test*.py`, without the folders and the conftest.py that they need."""
+    (path,) = wheel.parent.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        folders = {name.split("/")[1] for name in archive.getnames() if name.count("/") > 1}
+    assert folders == {*ROOMS, "medusa_heads.egg-info"}
 
 
 def test_wheel_from_the_tree_equals_wheel_from_the_sdist(source: Path, wheel: Path) -> None:
