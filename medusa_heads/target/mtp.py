@@ -221,5 +221,6 @@ def _none(
     where = "" if source is None else f" from {os.fspath(source)!r}"
     return ValueError(
         f"no multi-token-prediction modules can be read{where} for the target {name!r} ({reason}): "
-        f"{_INSTEAD}"
+        f"{_INSTEAD}, train heads for it, or train the modules of the model that it was fine-tuned "
+        "from (train-heads --mtp --mtp_from)"
     )

@@ -257,7 +257,7 @@ def test_mistakes_are_one_sentence(
     tiny_llama(vocab_size=200).save_pretrained(plain)
     other = other_target(base, tmp_path)
     wrong: dict[str, tuple[Path, list[str]]] = {
-        "no multi-token-prediction modules can be read": (plain, []),
+        "train heads for it, or train the modules of the model": (plain, []),
         "these modules were trained for another target": (other, ["--mtp_from", str(trained)]),
         "mtp_depth must be at least 2, as many as the target has": (base, ["--mtp_depth", "1"]),
         "leave num_heads out": (base, ["--num_heads", "2"]),
