@@ -9,6 +9,8 @@ import pytest
 
 from medusa_heads.cli.flags import arguments
 from medusa_heads.cli.main import VERBS
+from medusa_heads.inference.acceptance import RULES
+from medusa_heads.inference.bench.methods import COMPILE, CORPUS, KERNELS, STEPS, STREAM
 
 COMMANDS = {
     "train-heads": "medusa_heads.cli.train_heads",
@@ -63,3 +65,18 @@ def test_the_opposite_of_a_switch_says_so(parser: Any) -> None:
 def test_a_flag_that_begins_as_the_opposite_of_a_switch_is_no_such(parser: Any) -> None:
     shown = " ".join(parser.format_help().split())
     assert "--no_repeat_ngram_size NO_REPEAT_NGRAM_SIZE Never repeat a sequence of this" in shown
+
+
+@pytest.mark.parametrize("parser", ["medusa-heads generate"], indirect=True)
+def test_the_help_tells_the_defaults_of_lossy_rules(parser: Any) -> None:
+    told = {action.dest: action.help for action in parser._actions}
+    for rule in RULES.values():
+        for name, (default, _) in rule.settings.items():
+            assert told[name].endswith(f" Default: {default:g}."), name
+
+
+@pytest.mark.parametrize("parser", ["medusa-heads benchmark"], indirect=True)
+def test_the_help_names_every_ending_of_a_method(parser: Any) -> None:
+    shown = " ".join(parser.format_help().split())
+    for ending in (CORPUS, STREAM, COMPILE, STEPS, KERNELS):
+        assert f"NAME{ending}" in shown, ending

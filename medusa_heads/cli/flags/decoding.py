@@ -68,10 +68,10 @@ class DraftingArguments(ModelArguments):
     acceptance: Literal["lossless", "typical", "threshold", "log_ratio"] = flag(
         "lossless", "Rule that accepts drafts: lossless, or one that changes the text."
     )
-    epsilon: float | None = flag(None, "Epsilon of typical acceptance.")
-    delta: float | None = flag(None, "Delta of typical acceptance.")
-    threshold: float | None = flag(None, "Threshold of threshold acceptance.")
-    tau: float | None = flag(None, "Tau of log_ratio acceptance.")
+    epsilon: float | None = flag(None, "Epsilon of typical acceptance. Default: 0.09.")
+    delta: float | None = flag(None, "Delta of typical acceptance. Default: 0.3.")
+    threshold: float | None = flag(None, "Threshold of threshold acceptance. Default: 0.5.")
+    tau: float | None = flag(None, "Tau of log_ratio acceptance. Default: 1.")
     deterministic: bool = flag(
         False,
         "Verify as many nodes in every step and learn from no earlier text, so that bfloat16 "
@@ -96,7 +96,7 @@ class DecodingArguments(DraftingArguments):
         False, "Compile whole steps, drafting too: for GPUs, the first text is slower still."
     )
     compile_kernels: bool = flag(
-        False, "On a GPU, compile small operations alone and record steps: within half a minute."
+        False, "On a GPU, compile small operations alone and record steps: within a minute."
     )
     capture: bool = flag(
         True, "Where nothing is compiled: on a GPU record steps, on a CPU script forwards."

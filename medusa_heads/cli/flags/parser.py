@@ -15,7 +15,8 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from medusa_heads.settings import flag_name
 
-_COMMANDS = ("medusa-heads ", "train-heads ", "train-draft ", "accelerate launch ")
+# What a line of a help begins with that stays as it is written: commands of a shell, and of `chat`.
+_COMMANDS = ("medusa-heads ", "train-heads ", "train-draft ", "accelerate launch ", "/")
 
 
 def flags_of(kinds: Sequence[type]) -> list[tuple[str, Any, Field[Any]]]:

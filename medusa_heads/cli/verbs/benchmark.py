@@ -48,9 +48,9 @@ class BenchmarkArguments(DeviceFlag, RemoteCodeFlag):
         "What to compare: plain (always measured), plain-compiled, transformers-prompt-lookup, "
         "transformers-assisted, heads[:TREE], draft-model[:TREE], or a drafter that needs no "
         "training, as of generate --drafter; of the last three kinds NAME+compile verifies "
-        "through torch.compile, NAME+steps compiles whole steps, NAME+stream draws by "
-        "transformers' own random stream, and with --corpus NAME+corpus[+stream][+compile] "
-        "continues that, too. "
+        "through torch.compile, NAME+steps compiles whole steps, NAME+kernels records steps with "
+        "fewer kernels (on a GPU), NAME+stream draws by transformers' own random stream, and with "
+        "--corpus NAME+corpus[+stream][+compile] continues that, too. "
         "Default: plain, transformers-prompt-lookup and the heads (in float32 behind another "
         "dtype plain and the heads, to prove the output the same), without heads auto in their "
         "place; and draft-model and NAME+corpus where those are given.",

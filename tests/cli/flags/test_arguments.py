@@ -276,3 +276,12 @@ def test_help_fills_sentences_and_leaves_commands_as_they_are_pasted(
     shown = capsys.readouterr().out
     assert "\nOne thought over two lines.\n" in shown
     assert "\n  medusa-heads tool --name a\n  train-heads --name b\n" in shown
+
+
+def test_help_leaves_the_commands_of_a_conversation_on_lines_of_their_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = "One thought.\n\n/stats    counts\n/quit     leave\n"
+    with pytest.raises(SystemExit):
+        parse_arguments((Model,), ["--help"], prog="tool", description=told)
+    assert "\n  /stats    counts\n  /quit     leave\n" in capsys.readouterr().out
