@@ -7,9 +7,13 @@ import sys
 import tarfile
 import venv
 import zipfile
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
@@ -136,3 +140,22 @@ def test_the_lowest_allowed_versions_are_those_tested() -> None:
     for name, floor in floors.items():
         # 2.9 and 2.9.0 are one version.
         assert Version(pinned[name]) == Version(floor), name
+
+
+def test_what_make_installs_can_be_had_with_the_lowest_python() -> None:
+    """A pin of a version that has left that Python behind is for later ones alone."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (lowest,) = re.findall(r'requires-python = ">=([\d.]+)"', project)
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    there = [
+        pin for pin in pins if not pin.marker or pin.marker.evaluate({"python_version": lowest})
+    ]
+    wanted = {}
+    for pin in there:
+        with suppress(PackageNotFoundError):
+            about = metadata(pin.name)
+            if about["Version"] in pin.specifier:
+                wanted[pin.name] = SpecifierSet(about["Requires-Python"] or "")
+    assert len(wanted) > 5
+    assert [name for name, pythons in wanted.items() if lowest not in pythons] == []
