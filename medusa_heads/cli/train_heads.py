@@ -77,7 +77,7 @@ def train(
         sharding.check_joint()
     if joint is not None and to_target.device_map is not None:
         raise ValueError("an adapter learns on one device: leave device_map or joint out")
-    to_cache.check(joint=joint is not None)
+    to_cache.check(joint=joint is not None, streaming=to_data.streaming)
     command = Command(to_target, to_data, to_distill, to_optimise)
     args = to_training_arguments(to_optimise, config.vocab_matrix, autocast=command.autocast)
 

@@ -12,6 +12,7 @@ import pytest
 from medusa_heads import machine
 from medusa_heads.cli import train_draft, train_heads
 from medusa_heads.cli.main import main
+from medusa_heads.cli.verbs import prepare_hidden
 from tests.conftest import Refused
 
 HEADS, DRAFT = ["{}/heads"], ["{}/target", "--draft_model", "{}/target"]
@@ -135,3 +136,15 @@ def test_a_run_that_cannot_be_is_refused_before_its_text_is_read(
     Path("model", "config.json").write_text('{"model_type": "llama"}')
     given = ["--model_name_or_path", "./nowhere", "--dataset", "empty.jsonl"]
     assert said in refused(train, [*given, *flags])
+
+
+@pytest.mark.parametrize("command", ["train-heads", "prepare-hidden"])
+def test_a_stream_with_a_cache_is_refused_before_its_text_is_read(
+    command: str, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dry run planned it."""
+    monkeypatch.chdir(tmp_path)
+    given = ["--model_name_or_path", "./nowhere", "--dataset", "nowhere.jsonl", "--streaming"]
+    given += ["--max_steps", "2", "--hidden_cache", "auto", "--dry_run"]
+    train = train_heads.main if command == "train-heads" else prepare_hidden.main
+    assert "leave streaming or hidden_cache off" in refused(train, given)

@@ -7,6 +7,11 @@ from medusa_heads.settings import flag, one_of
 
 CachedDtype = Literal["auto", "bfloat16", "float8_e4m3fn"]
 
+STREAMED = (
+    "a hidden-state cache needs to know all rows, which a stream does not: leave streaming or "
+    "hidden_cache off"
+)
+
 
 @dataclass
 class CacheArguments:
@@ -33,9 +38,9 @@ class CacheArguments:
         one_of(self, "hidden_cache", ("off", "read", "auto"))
         one_of(self, "hidden_cache_dtype", ("auto", "bfloat16", "float8_e4m3fn"))
 
-    def check(self, *, joint: bool) -> None:
+    def check(self, *, joint: bool, streaming: bool = False) -> None:
         """Raises ValueError where training would not use what is set, or cannot: joint training has
-        no states that last."""
+        no states that last, and the rows of a stream are not known beforehand."""
         if self.hidden_cache == "off":
             for name in ("hidden_cache_dir", "hidden_cache_dtype"):
                 if getattr(self, name) not in (None, "auto"):
@@ -48,3 +53,5 @@ class CacheArguments:
                 "joint training changes the target's hidden states, so none can be kept: leave "
                 "hidden_cache off"
             )
+        elif streaming:
+            raise ValueError(STREAMED)

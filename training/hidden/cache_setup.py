@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.target.target import TargetModel
-from medusa_heads.training.arguments.cache import CacheArguments
+from medusa_heads.training.arguments.cache import STREAMED, CacheArguments
 from medusa_heads.training.data.prepare import TrainingData
 from medusa_heads.training.data.row_facts import RowFacts
 from medusa_heads.training.hidden.cheaper import measure_costs
@@ -89,10 +89,7 @@ def parts_of(
     """The rows to train on and the held-out ones, where their states lie, and in which batches a
     run with these settings meets them first. Raises ValueError where the text is a stream."""
     if data.is_stream:
-        raise ValueError(
-            "a hidden-state cache needs to know all rows, which a stream does not: leave streaming "
-            "or hidden_cache off"
-        )
+        raise ValueError(STREAMED)
     folder = Path(settings.hidden_cache_dir or Path(args.output_dir or ".") / "hidden_states")
     settings_sha256 = _settings_sha256(target)
 

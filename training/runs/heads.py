@@ -119,7 +119,8 @@ def train_heads(
     sharding = launched_sharding()
     if joint is not None and sharding is not None:
         sharding.check_joint()
-    hidden_cache.check(joint=joint is not None)
+    streaming = bool(data_settings.get("streaming"))
+    hidden_cache.check(joint=joint is not None, streaming=streaming)
     run = Run(
         target,
         dataset,
