@@ -142,12 +142,13 @@ def test_the_lowest_allowed_versions_are_those_tested() -> None:
         assert Version(pinned[name]) == Version(floor), name
 
 
-def test_what_make_installs_can_be_had_with_the_lowest_python() -> None:
+@pytest.mark.parametrize("constraints", ["constraints.txt", "constraints-lowest.txt"])
+def test_what_make_installs_can_be_had_with_the_lowest_python(constraints: str) -> None:
     """A pin of a version that has left that Python behind is for later ones alone."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     (lowest,) = re.findall(r'requires-python = ">=([\d.]+)"', project)
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    lines = (ROOT / constraints).read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(text) for line in lines if (text := line.partition("#")[0].strip())]
     there = [
         pin for pin in pins if not pin.marker or pin.marker.evaluate({"python_version": lowest})
     ]
