@@ -46,7 +46,8 @@ DRAFTERS = (
     "early_exit+suffix",
 )
 OWN_MODULES = ("mtp", "mtp+suffix")  # of targets whose checkpoints bring what drafts
-_CHAINS = ("suffix", "early_exit", "mtp")  # what drafts for targets that verify chains alone
+# What drafts for targets that verify chains alone.
+_CHAINS = ("auto", "suffix", "early_exit", "mtp")
 
 
 class TrainingFreeModel(AssistedModel):
@@ -66,7 +67,8 @@ class TrainingFreeModel(AssistedModel):
 
     `"suffix"` drafts what followed where the text last ended as it does now; `"recycling"` what the
     target took to follow each token when it last read it, `"recycling:15"` always 15 tokens of
-    these; `"auto"` both in one tree. `"lookahead"` drafts n-grams of its own parallel guesses at
+    these; `"auto"` both in one tree, or the text's own continuation alone where the target verifies
+    chains alone. `"lookahead"` drafts n-grams of its own parallel guesses at
     later tokens; `"early_exit"` the target itself without the layers that its drafts can best do
     without, `"early_exit:4"` with its first 4 layers alone; `"mtp"` the multi-token-prediction
     modules of the target's own checkpoint. Each of these may have `+suffix` behind it. `"suffix"`,
@@ -137,13 +139,13 @@ class TrainingFreeModel(AssistedModel):
             return self._early_exit(blend)
         if name == "mtp":
             return self._mtp(blend)
-        sources = [] if name == "suffix" else [RecyclingSource(target.readable)]
+        own = name == "suffix" or self._chain_only
+        sources = [] if own else [RecyclingSource(target.readable)]
         asks_nobody = self.corpus is None and not self.deterministic
         if name != "recycling" and asks_nobody and takes_whole_steps(target, self._chain_only):
-            own = name == "suffix"
             nodes = min(SUFFIX_TOKENS, room(target) - 1) if own else None
             return merged_trees(target, sources, recycles=not own, nodes=nodes)
-        return blend(sources, text=name != "recycling", chain_only=name == "suffix")
+        return blend(sources, text=name != "recycling", chain_only=own)
 
     @classmethod
     def from_pretrained(

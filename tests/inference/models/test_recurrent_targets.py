@@ -45,7 +45,7 @@ WAYS: dict[str, Callable[[str], Any]] = {
     "eagle3": lambda kind: with_heads(kind, heads="eagle3"),
     "eagle3 and text": lambda kind: with_heads(kind, "auto", "eagle3"),
     "always the same": lambda kind: with_heads(kind, "auto", deterministic=True),
-    "text": lambda kind: TrainingFreeModel(short_target(kind), "suffix", **STREAM),
+    "text": lambda kind: TrainingFreeModel(short_target(kind), **STREAM),
     "draft model": lambda kind: with_draft(kind, "chain"),
     "drawn": lambda kind: with_draft(kind, "sampled:3"),
     "adaptive": lambda kind: with_draft(kind, "auto"),
@@ -87,12 +87,19 @@ class GoesOn(LogitsProcessor):
         return scores.scatter_add(1, input_ids[:, -6:-5], scores.new_full((1, 1), 99.0))
 
 
-def test_text_that_repeats_itself_takes_fewer_steps(cache: Any) -> None:
-    model = WAYS["text"]("lfm2")
+@pytest.mark.parametrize("drafter", ["auto", "suffix"])
+def test_text_that_repeats_itself_takes_fewer_steps(drafter: str, cache: Any) -> None:
+    model = TrainingFreeModel(short_target("lfm2"), drafter, **STREAM)
     options = {"logits_processor": [GoesOn()], "max_new_tokens": 60}
     expected = written(model.target.model, repeating(), **options)
     assert torch.equal(written(model, repeating(), **options), expected)
     assert model.last_stats.tokens_per_step > 2
+
+
+def test_drafters_of_branches_are_refused_with_those_of_chains() -> None:
+    for drafter in ("recycling", "lookahead+suffix"):
+        with pytest.raises(ValueError, match="use one of auto, suffix, early_exit, mtp"):
+            TrainingFreeModel(short_target("lfm2"), drafter)
 
 
 @pytest.mark.parametrize(
