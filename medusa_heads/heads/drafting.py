@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 SMALLEST = 1 << 18  # weights of a matrix; of smaller ones the call takes longer than the product
 _PACKED_GAIN = 1.25  # with four rows
+_SIDE = 1024  # of the matrix that is measured in place of all
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 _Kind = type[NearLinear]
@@ -96,6 +97,5 @@ def _kind_of(weight_OD: Any, *, measured: bool, packs: bool = True) -> _Kind | N
     if int8_gain(dtype) >= GAIN if measured else has_int8_products():
         return Int8Linear
     if packs and measured:
-        outputs, inputs = weight_OD.shape
-        packs = packed_gain(dtype, outputs, inputs, "draft") >= _PACKED_GAIN
+        packs = packed_gain(dtype, _SIDE, _SIDE, "draft") >= _PACKED_GAIN
     return PackedLinear if packs and has_packed_products(dtype) else None
