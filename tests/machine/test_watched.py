@@ -1,0 +1,42 @@
+"""Watched blocks of several threads."""
+
+from __future__ import annotations
+
+from threading import Event, Thread
+
+import torch
+from torch.utils import _python_dispatch
+
+from medusa_heads.machine.watched import Watched
+
+
+def test_blocks_of_two_threads_do_not_overlap() -> None:
+    """Else torch would take one to be open for good, and compile nothing any more."""
+    first_in, second_in = Event(), Event()
+
+    def first() -> None:
+        with Watched():
+            first_in.set()
+            second_in.wait(0.3)
+
+    def second() -> None:
+        first_in.wait()
+        with Watched():
+            second_in.set()
+            one.join(0.3)
+
+    one, other = Thread(target=first), Thread(target=second)
+    one.start()
+    other.start()
+    one.join()
+    other.join()
+    assert second_in.is_set()
+    assert not _python_dispatch.is_in_torch_dispatch_mode()
+    graphs: list[object] = []
+
+    def count(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    doubled = torch.compile(lambda x: x * 2, backend=count)
+    assert doubled(torch.ones(1)).item() == 2 and len(graphs) == 1
