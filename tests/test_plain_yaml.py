@@ -24,7 +24,7 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("a: !!int abc", "invalid literal"),
         ("a: 1\na: 2", "the key 'a' is given twice"),
         ("a: {b: 1, b: 2}", "the key 'b' is given twice"),
-        ("[" * 800, "nested too deeply"),
+        ("[" * 5000, "nested too deeply"),
         (BOMB, "more than 100000 values"),
         ("a: &a [*a]", "holds itself"),
         ("a: &a {x: *a}", "holds itself"),
