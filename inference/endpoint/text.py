@@ -79,9 +79,7 @@ class Text:
             self._say(held)
 
     def end(self, ending: Ending, fault: Exception | None = None) -> None:
-        """Nothing more is written."""
-        if ending in ("stop", "length"):
-            self.flush()
+        """Nothing more is written; one that was written to its end has been flushed."""
         self.ending, self.fault = ("stop" if self.stopped else ending), fault
         self.tell("", self.ending)
 

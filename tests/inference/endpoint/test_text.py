@@ -31,6 +31,7 @@ def write(
         text.end_step()
         if text.stopped:
             break
+    text.flush()
     text.end("length")
     return [piece for piece, ending in told if ending is None], told[-1][1]
 
