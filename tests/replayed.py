@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from pytest import MonkeyPatch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from medusa_heads import HeadsConfig, MedusaModel, new_heads
 from medusa_heads.machine.programs import Program, Script
 from medusa_heads.machine.recording import Recording
+from medusa_heads.machine.watched import ModeOfOneThread
 from tests.inference.on_device import NEW
 
 
@@ -56,7 +56,7 @@ class Replayed(Recording):
                     old.copy_(new)
 
 
-class _Noted(TorchDispatchMode):
+class _Noted(ModeOfOneThread):
     def __init__(self) -> None:
         super().__init__()
         self.done: list[tuple[Any, Any, Any, list[Any]]] = []

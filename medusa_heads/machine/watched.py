@@ -14,14 +14,28 @@ from torch.utils._pytree import tree_leaves
 
 from medusa_heads.machine.host import UNSEEN, asks
 
-# torch keeps one note for all threads of whether any such block is open, each block puts back what
-# it found, and compilers do nothing while it says so: two that overlap would leave it for good.
+# torch keeps one note for all threads of whether any mode is on, each mode puts back what it found,
+# and compilers do nothing while the note says so: two that overlap would leave it for good.
 _one_at_a_time = RLock()
 
 
-class Watched(TorchDispatchMode):
-    """What happens within, to memory that was there before; in one thread at a time. Raises
-    RuntimeError before something is done that no GPU records, so that nothing is broken by it.
+class ModeOfOneThread(TorchDispatchMode):
+    """A mode that waits until those of other threads are over."""
+
+    def __enter__(self) -> Any:
+        _one_at_a_time.acquire()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        try:
+            super().__exit__(*raised)
+        finally:
+            _one_at_a_time.release()
+
+
+class Watched(ModeOfOneThread):
+    """What happens within, to memory that was there before. Raises RuntimeError before something is
+    done that no GPU records, so that nothing is broken by it.
 
     Attributes:
         held: that memory, by its address: as long as this is kept, nobody else gets it.
@@ -33,16 +47,6 @@ class Watched(TorchDispatchMode):
         self.held: dict[int, Any] = {}
         self.written: dict[int, torch.dtype] = {}
         self._made: set[int] = set()
-
-    def __enter__(self) -> Any:
-        _one_at_a_time.acquire()
-        return super().__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        try:
-            super().__exit__(*raised)
-        finally:
-            _one_at_a_time.release()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
