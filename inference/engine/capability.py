@@ -49,9 +49,15 @@ def capability(target: TargetModel) -> Capability:
     """
     known = _known.setdefault(target.model, {})
     if type(target) not in known:
-        # Of the model's own matrices: packing is not for all, and proved by itself.
-        with _trying(target, "several new tokens over a cache"), unpacked():
-            known[type(target)] = _examine(target)
+        try:
+            # Of the model's own matrices: packing is not for all, and proved by itself.
+            with _trying(target, "several new tokens over a cache"), unpacked():
+                known[type(target)] = _examine(target)
+        except UnsupportedArchitecture as error:
+            if not isinstance(target, CompiledTarget):
+                raise
+            capability(TargetModel(target.model))  # where that fails too, it says more
+            raise UnsupportedArchitecture(error.reason, "leave compile out") from error
     return known[type(target)]
 
 

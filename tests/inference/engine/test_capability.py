@@ -78,6 +78,16 @@ def test_a_chain_where_only_that_is_exact(kind: str) -> None:
         medusa.generate(**batch, max_new_tokens=4)
 
 
+@pytest.mark.filterwarnings("ignore:gpt_neo verifies a chain")
+@pytest.mark.parametrize("compile", [True, "capture"])
+def test_what_only_compiled_steps_cannot_do_is_told_to_do_without(compile: Any) -> None:
+    """In a cache of fixed size, whose slots gpt_neo's window goes by."""
+    model = build(SLOT_BOUND["gpt_neo"])
+    heads = MedusaHeads.from_target(model, HeadsConfig(num_heads=3))
+    with pytest.raises(UnsupportedArchitecture, match=r"its logits differ .*: leave compile out$"):
+        MedusaModel(model, heads, tree="chain", compile=compile)
+
+
 def test_positions_are_those_of_generate() -> None:
     """Left to itself, RoBERTa counts positions from its padding id on; generate() does not."""
     config = RobertaConfig(
