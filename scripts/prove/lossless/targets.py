@@ -22,6 +22,7 @@ from medusa_heads import TargetModel
 from medusa_heads.errors import MedusaWarning, UnsupportedArchitecture
 from medusa_heads.inference.bench.prompts import held_out_prompts
 from medusa_heads.inference.engine.capability import capability, check_batch
+from medusa_heads.target.graphs.scripted import ScriptedTarget, scripts
 from scripts.prove.architecture_check import ATTEMPTS
 from scripts.prove.tiny_configs import tiny_config
 from scripts.prove.tiny_models import VARIANTS, Widths, builder, random_weights
@@ -67,6 +68,17 @@ class ProofTarget:
         self.recurrent, self.indexed = not cache.can_go_back, cache.keeps_index
         self.model.generation_config.eos_token_id = None
         self.model.generation_config.pad_token_id = 0
+
+    @cached_property
+    def scripted(self) -> ScriptedTarget | None:
+        """Its view whose forwards are scripts; None where none can be."""
+        view = ScriptedTarget(self.model) if scripts(self.view) else None
+        try:
+            if view is not None:
+                capability(view)
+        except UnsupportedArchitecture:  # a cache of fixed size, or a mask that is given
+            return None
+        return view
 
     @property
     def vocab_size(self) -> int:

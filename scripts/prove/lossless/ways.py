@@ -23,6 +23,7 @@ from medusa_heads.inference.engine.noise import Rng
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.inference.models.assisted import AssistedModel
+from medusa_heads.target.graphs.scripted import ScriptedTarget
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree
 from scripts.prove.architecture_check import CHAIN
@@ -49,6 +50,7 @@ class Way:
         slow: not for texts whose rows draw for themselves, which are slow as well.
         draws_drafts: draws its drafts where tokens are drawn: the text then follows the same law,
             and is another one.
+        alone: decodes one row.
     """
 
     family: str
@@ -57,9 +59,12 @@ class Way:
     planted: bool = False
     slow: bool = False
     draws_drafts: bool = False
+    alone: bool = False
 
     def suits(self, made: Reference) -> bool:
         """Whether the text must come out token for token."""
+        if self.alone and made.text.batch > 1:
+            return False
         if made.text.in_step and made.text.batch > 1:
             return self.planted
         if made.text.own_draws:
@@ -99,9 +104,10 @@ def planted(
     choices: Sequence[Sequence[int]] = BUSHY,
     share: float = 0.75,
     watched: bool = False,
+    scripted: ScriptedTarget | None = None,
 ) -> Way:
     """The truth planted in trees of random tokens, or in a model's own; watched, a text that
-    differs is not decoded to its end."""
+    differs is not decoded to its end; scripted, by this view of the target."""
     if not target.tree:
         choices = CHAIN
 
@@ -119,14 +125,14 @@ def planted(
         stats = GenerationStats()
 
         # Heads may read layers of the target, which their model's view of it hands on.
-        view = target.view if model is None else model.target
+        view = scripted or (target.view if model is None else model.target)
 
         def custom(_: Any, input_ids: Tensor, synced_gpus: bool = False, **given: Any) -> Any:
             return decode(view, asked, input_ids, rng=RNG, stats=stats, **given)
 
         return made.text.generate(target.model, custom_generate=custom), stats
 
-    return Way(family, name, decoded, planted=True)
+    return Way(family, name, decoded, planted=True, alone=scripted is not None)
 
 
 def assisted(model: AssistedModel, family: str, name: str, **kind: bool) -> Way:
@@ -175,6 +181,8 @@ def every_way(target: ProofTarget, turn: int) -> Iterator[Way]:
     if target.tree:
         yield planted(target, name="deep, planted", choices=DEEP, share=0.9)
         yield planted(target, name="drawn shape, planted", choices=drawn_shape(turn), share=0.9)
+    if target.scripted is not None:
+        yield planted(target, name="scripts, planted", scripted=target.scripted)
     for step in (0, 3):  # other heads, and another tree
         kind = list(HEADS)[(turn + step) % len(HEADS)]
         heads = random_heads(target.view, **HEADS[kind])
@@ -210,6 +218,7 @@ def untrained(target: ProofTarget, turn: int) -> Way:
 def demo_ways(target: ProofTarget) -> Iterator[Way]:
     """Of the demo's target: its trained heads in every form, and all other drafters."""
     yield planted(target)
+    yield planted(target, name="scripts, planted", scripted=target.scripted)
     yield planted(target, name="deep, planted", choices=DEEP, share=0.9)
     heads = ASSETS / "demo-heads"
     for tree in TRAINED_TREES:

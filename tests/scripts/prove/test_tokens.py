@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
@@ -20,7 +21,7 @@ from scripts.prove.lossless.page import write_section
 from scripts.prove.lossless.records import Records, Summary
 from scripts.prove.lossless.targets import ProofTarget, processors_target, random_target
 from scripts.prove.lossless.texts import Reference, Text
-from scripts.prove.lossless.ways import HEADS, every_way
+from scripts.prove.lossless.ways import HEADS, every_way, planted
 from scripts.prove.tokens import main
 
 NEW = 24
@@ -245,6 +246,19 @@ def test_heads_of_every_kind_write_the_text(target: ProofTarget, made: list[Refe
         for way in every_way(target, turn):
             if way.family == "random heads" and way.suits(made[0]):
                 assert not compare(made[0], way.decode(made[0])[0]).mismatches, way.name
+
+
+def test_scripts_write_texts_of_one_row(target: ProofTarget, made: list[Reference]) -> None:
+    by_scripts = planted(target, scripted=target.scripted)
+    suited = [text for text in made if by_scripts.suits(text)]
+    assert suited and all(text.text.batch == 1 for text in suited)
+    for text in suited:
+        assert not compare(text, by_scripts.decode(text)[0]).mismatches
+    assert target.scripted is not None and not target.scripted.gave_up
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        chain_alone = random_target("bloom", (0.15, 0.15))
+    assert chain_alone.scripted is None  # in a cache of fixed size its bias is another one
 
 
 def test_random_targets_draw_what_their_text_says(target: ProofTarget) -> None:
