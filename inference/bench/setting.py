@@ -140,6 +140,7 @@ def decoding_options(name: str, model: Any, plan: Plan) -> dict[str, Any]:
         **(sampling if name == "sampled" else {"do_sample": False}),
         "pad_token_id": model.generation_config.pad_token_id or 0,
         "max_new_tokens": plan.max_new_tokens,
+        "use_cache": True,  # which training may have turned off
     }
 
 

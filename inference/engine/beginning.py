@@ -69,7 +69,9 @@ class Beginning:
         among: int | None = None,
     ) -> None:
         config = generation_config
-        _refuse_unsupported(config, model_kwargs)
+        model: Any = target.model
+        _refuse_unsupported(config, model.generation_config, model_kwargs)
+        model_kwargs["use_cache"] = True
         input_ids_BT = _on_device(input_ids_BT, model_kwargs, target.device)
         padding = _left_padding(input_ids_BT, model_kwargs.get("attention_mask"))
         _check_positions(model_kwargs.get("position_ids"), padding)
@@ -97,7 +99,7 @@ class Beginning:
         self.state = decoding_state(
             rows, cache, padding, config.max_length, keeps_fresh=drafter.reads_prompt
         )
-        if (rule := position_rule(target.model)) is not None:
+        if (rule := position_rule(model)) is not None:
             rule = rule.of_texts(config.max_length, input_ids_BT.shape[1], padding, among)
         if rule is not None:
             if trusted == "recurrent":
@@ -225,16 +227,17 @@ _READ_HERE = (
     *("attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep"),
     *("past_key_values", "cache_params", "output_attentions", "output_hidden_states"),
 )
-
-
 _GIVEN_AS = {"mm_encoder_outputs": "pixel_values and what else makes images or videos"}
 
 
-def _refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+def _refuse_unsupported(
+    config: GenerationConfig, own: GenerationConfig, model_kwargs: dict[str, Any]
+) -> None:
     """Refuse by name what would otherwise be ignored in silence."""
     refusals = {
         "num_beams > 1": (config.num_beams or 1) > 1,
-        "use_cache=False": config.use_cache is False,
+        # Training turns it off, and fine-tuned models are saved so.
+        "use_cache=False": config.use_cache is False and own.use_cache is not False,
         "output_attentions=True": bool(config.output_attentions),
         "output_hidden_states=True": bool(config.output_hidden_states),
         "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,

@@ -190,6 +190,7 @@ def _generate(
             max_new_tokens=sampling.max_new_tokens,
             pad_token_id=pad,
             stopping_criteria=StoppingCriteriaList([_Count(on_tokens)]),
+            use_cache=True,  # which training may have turned off
             **options,
         )
     return [as_answer(tokens, ends) for tokens in output_BT[:, width:].tolist()]

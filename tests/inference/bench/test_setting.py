@@ -35,6 +35,17 @@ def test_in_fp32_every_method_writes_plain_decodings_text(medusa: MedusaModel) -
     assert methods[PLAIN]["target_forwards"] == methods[PLAIN]["tokens"] == NEW * len(PROMPTS)
 
 
+def test_plain_decoding_has_a_cache_that_training_turned_off(medusa: MedusaModel) -> None:
+    model: Any = medusa.target.model
+    model.generation_config.use_cache = False
+    widths = []
+    model.register_forward_pre_hook(
+        lambda _, __, given: widths.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    run_setting(medusa, methods_of(medusa, PLAIN))
+    assert len(widths) == NEW * (1 + len(PROMPTS)) and widths.count(1) == (NEW - 1) * 4
+
+
 def test_forwards_are_those_the_engine_counts(medusa: MedusaModel) -> None:
     plain, _, heads = methods_of(medusa)
     steps = []

@@ -103,6 +103,16 @@ def test_what_cannot_be_honoured_is_refused_by_name(
         medusa.generate(**INPUTS, max_new_tokens=4, **options)
 
 
+def test_a_target_that_training_left_without_a_cache(medusa: MedusaModel) -> None:
+    """As fine-tuned models are often saved: their text is the same with one."""
+    own: Any = medusa.target.model.generation_config
+    own.use_cache = False
+    expected = plain(medusa, max_new_tokens=20, do_sample=False)
+    got: Any = medusa.generate(**INPUTS, max_new_tokens=20, do_sample=False)
+    assert torch.equal(got, expected) and medusa.last_stats.forwards < 20
+    assert own.use_cache is False
+
+
 def test_assistant_and_right_padding_are_refused(medusa: MedusaModel) -> None:
     with pytest.raises(ValueError, match="assistant_model"):
         medusa.generate(**INPUTS, assistant_model=medusa.target.model)

@@ -69,6 +69,19 @@ def test_greedy_rows_are_generates_rows_and_labels_cover_the_continuation(
         assert row["labels"] == [-100] * len(ids) + row["input_ids"][len(ids) :]
 
 
+def test_text_is_written_with_a_cache_that_training_turned_off(
+    tiny_llama: Callable[..., LlamaForCausalLM], prompts: Dataset, tmp_path: Path
+) -> None:
+    model: Any = tiny_llama()
+    model.generation_config.use_cache = False
+    widths = set()
+    model.register_forward_pre_hook(
+        lambda _, __, given: widths.add(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    run(TargetModel(model), prompts, tmp_path)
+    assert widths == {6, 1}
+
+
 def test_the_share_of_greedy_rows(target: TargetModel, prompts: Dataset, tmp_path: Path) -> None:
     rows = run(target, prompts, tmp_path, greedy_share=0.4, temperature=5.0)
     pairs = zip(rows["input_ids"], prompts["input_ids"], strict=True)
