@@ -72,8 +72,8 @@ class Ragged(NamedTuple):
 
     def row(self, number: int) -> list[int]:
         """One row."""
-        found = self.values[self.offsets[number] : self.offsets[number + 1]]
-        return [int(value) for value in found]
+        found: list[int] = self.values[slice(*self.offsets[number : number + 2])].tolist()
+        return found
 
     def take(self, numbers: Any) -> Ragged:
         """The rows of these numbers."""
@@ -95,13 +95,11 @@ def places(starts: Any, lengths: Any) -> Any:
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
 
 
-def begins(short: tuple[Any, Any, Any], whole: tuple[Any, Any, Any]) -> Any:
-    """Whether each stretch of the second begins with that of the first, [stretches] bool; both are
-    values, and of each stretch its start and its length."""
-    (values, starts, lengths), (others, other_starts, other_lengths) = short, whole
-    fits = lengths <= other_lengths
-    compared = np.where(fits, lengths, 0)
-    unequal = values[places(starts, compared)] != others[places(other_starts, compared)]
+def begins(short: Ragged, whole: Ragged) -> Any:
+    """Whether each row of the second begins with that of the first, [rows] bool."""
+    fits = short.lengths <= whole.lengths
+    compared = np.where(fits, short.lengths, 0)
+    unequal = short.part(short.starts, compared).values != whole.part(whole.starts, compared).values
     fits[np.searchsorted(np.cumsum(compared), np.flatnonzero(unequal), side="right")] = False
     return fits
 

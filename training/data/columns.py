@@ -30,6 +30,12 @@ def row_lengths(rows: Dataset) -> Any:
     return np.concatenate([np.empty(0, np.int32), *lengths_in_parts(rows)], dtype=np.int32)
 
 
+def stretches(mask: Any) -> Any:
+    """Where the stretches that a mask [places] holds for begin and end, [stretches, 2]."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.astype(np.int8), [0]))))
+    return edges.reshape(-1, 2)
+
+
 def lengths_in_parts(rows: Dataset) -> Iterator[Any]:
     """The same of unpacked rows, some thousands at a time."""
     for table in rows.select_columns(["input_ids"]).with_format("arrow").iter(100 * ROWS_AT_ONCE):

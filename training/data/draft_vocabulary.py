@@ -88,62 +88,55 @@ def choose_vocabulary(
     Raises:
         ValueError: the configuration asks for more tokens than there are.
     """
-    if known_C is not None:
-        return DraftVocabulary(known_C, vocab_size, _share(_held_out(data, vocab_size), known_C))
     size = config.draft_vocab_size
-    if size is not None:
-        tokens_C = frequent_tokens(_count(data, vocab_size, size * TOKENS_PER_ENTRY), size)
-        return DraftVocabulary(tokens_C, vocab_size, _share(_held_out(data, vocab_size), tokens_C))
+    if known_C is None and size is not None:
+        known_C = frequent_tokens(_count(data, vocab_size, size * TOKENS_PER_ENTRY), size)
+    if known_C is not None:
+        held_V = count_tokens(data.held_out, vocab_size, most=0)
+        covered = float(held_V[known_C].sum()) / max(int(held_V.sum()), 1)
+        return DraftVocabulary(known_C, vocab_size, covered)
     if asked == "all" or vocab_size < 2 * LEAST:
         return DraftVocabulary(None, vocab_size)
-    if (why := _needs_all(config, whole_matrix=whole_matrix)) is not None:
+    if whole_matrix:
+        why = "with_vocab_matrix lays the whole vocabulary matrix beside them"
+        return DraftVocabulary(None, vocab_size, why=why)
+    if config.is_plain_medusa and config.vocab_matrix == "own":
+        why = (
+            "no other engine holds medusa heads that have matrices of their own for a part of the "
+            "vocabulary; draft_vocab_size with a number chooses one nevertheless"
+        )
         return DraftVocabulary(None, vocab_size, why=why)
     return _fewest(data, vocab_size)
 
 
-def _needs_all(config: HeadsConfig, *, whole_matrix: bool) -> str | None:
-    """Why heads of a shape must draft every token; None where they need not."""
-    if whole_matrix:
-        return "with_vocab_matrix lays the whole vocabulary matrix beside them"
-    if config.is_plain_medusa and config.vocab_matrix == "own":
-        return (
-            "no other engine holds medusa heads that have matrices of their own for a part of the "
-            "vocabulary; draft_vocab_size with a number chooses one nevertheless"
-        )
-    return None
-
-
 def _fewest(data: TrainingData, vocab_size: int) -> DraftVocabulary:
-    held_V = _held_out(data, vocab_size)
+    held_V = count_tokens(data.held_out, vocab_size, most=0)
     measured = int(held_V.sum())
     if measured < _MEASURED:
-        return DraftVocabulary(
-            None,
-            vocab_size,
-            why=f"the held-out text has {measured:,} tokens that are learnt, and fewer than "
-            f"{_MEASURED:,} do not tell what others will need",
+        why = (
+            f"the held-out text has {measured:,} tokens that are learnt, and fewer than "
+            f"{_MEASURED:,} do not tell what others will need"
         )
+        return DraftVocabulary(None, vocab_size, why=why)
     counts_V = _count(data, vocab_size, _OF_A_STREAM)
     order_V = counts_V.argsort(descending=True, stable=True)
     shares_V = held_V[order_V].cumsum(0).double() / measured
     seen = int((counts_V > 0).sum())
     enough = int((shares_V < COVERED).sum()) + 1
     if enough > seen:
-        return DraftVocabulary(
-            None,
-            vocab_size,
-            why=f"the training text holds {seen:,} of them, which make up "
+        why = (
+            f"the training text holds {seen:,} of them, which make up "
             f"{100 * float(shares_V[seen - 1]):.2f} % of the held-out text, and "
-            f"{100 * COVERED:g} % are wanted of fewer: more text may allow that",
+            f"{100 * COVERED:g} % are wanted of fewer: more text may allow that"
         )
+        return DraftVocabulary(None, vocab_size, why=why)
     size = max(math.ceil(enough / _MULTIPLE) * _MULTIPLE, LEAST)
     if 2 * size > vocab_size:
-        return DraftVocabulary(
-            None,
-            vocab_size,
-            why=f"{100 * COVERED:g} % of the held-out text takes {enough:,}, and more than half "
-            "are hardly cheaper than all",
+        why = (
+            f"{100 * COVERED:g} % of the held-out text takes {enough:,}, and more than half are "
+            "hardly cheaper than all"
         )
+        return DraftVocabulary(None, vocab_size, why=why)
     return DraftVocabulary(frequent_tokens(counts_V, size), vocab_size, float(shares_V[size - 1]))
 
 
@@ -151,11 +144,3 @@ def _count(data: TrainingData, vocab_size: int, most: int) -> Tensor:
     """How often each token is learnt, [V]; of a stream's pass, about so many of all."""
     rows = data.known_rows if data.one_pass is None else data.one_pass
     return count_tokens(rows, vocab_size, most=most)
-
-
-def _held_out(data: TrainingData, vocab_size: int) -> Tensor:
-    return count_tokens(data.held_out, vocab_size, most=0)
-
-
-def _share(counts_V: Tensor, tokens_C: Tensor) -> float:
-    return float(counts_V[tokens_C].sum()) / max(int(counts_V.sum()), 1)

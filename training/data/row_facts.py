@@ -19,7 +19,7 @@ from torch import Tensor
 from medusa_heads.config import IGNORED
 from medusa_heads.data.sources import is_stream
 from medusa_heads.target.target import TargetModel
-from medusa_heads.training.data.columns import ROWS_AT_ONCE, flat
+from medusa_heads.training.data.columns import ROWS_AT_ONCE, flat, stretches
 
 TOKENS_PER_ENTRY = 256
 """So many tokens of a stream are counted for each token that can be drafted."""
@@ -129,7 +129,7 @@ def check_rows(
         if longest_run < heads_reached + 1:  # all that need be known
             drafted = supervised.copy()
             drafted[np.cumsum(lengths) - lengths] = False  # no token before it to draft it from
-            longest_run = max(longest_run, _longest_run(drafted))
+            longest_run = max(longest_run, int(np.diff(stretches(drafted)).max(initial=0)))
         digest.update(_written(ids, labels, lengths))
         number += len(lengths)
         tokens += len(ids)
@@ -154,11 +154,6 @@ def _written(ids: Any, labels: Any, lengths: Any) -> Any:
     written[places] = ids
     written[places + np.repeat(lengths, lengths)] = labels
     return written
-
-
-def _longest_run(mask: Any) -> int:
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.astype(np.int8), [0]))))
-    return int((edges[1::2] - edges[::2]).max(initial=0))
 
 
 def count_tokens(rows: Dataset | IterableDataset, vocab_size: int, most: int) -> Tensor:

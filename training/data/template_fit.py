@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
+import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -13,6 +14,7 @@ from medusa_heads.config import IGNORED
 from medusa_heads.data.bad_rows import BadRow
 from medusa_heads.data.chat import ChatTemplate
 from medusa_heads.training.arguments.data import DataArguments
+from medusa_heads.training.data.columns import stretches
 
 _ROWS = 256
 _ANSWERS = 8  # that are judged at least
@@ -38,13 +40,14 @@ def template_mismatch(
     some = rows.select(range(min(len(rows), _ROWS)))
     asked, ends = [], []
     for row in some:
-        ids, first = row["input_ids"], True
-        for start, stop in _answers(row["labels"]):
-            if first:  # later ones may follow a tool
-                asked.append(ids[max(start - _BEFORE, 0) : start])
+        ids = row["input_ids"]
+        learnt = stretches(np.asarray(row["labels"]) != IGNORED).tolist()
+        answers = [(start, stop) for start, stop in learnt if start]
+        for start, _ in answers[:1]:  # later ones may follow a tool
+            asked.append(ids[max(start - _BEFORE, 0) : start])
+        for _, stop in answers:
             if stop < len(ids) or len(ids) < settings.max_length:  # not cut
                 ends.append(ids[stop - 1])
-            first = False
     written = None if tokenizer is None else _before_answers(tokenizer, settings.template_kwargs())
     if written and len(asked) >= _ANSWERS and tokenizer is not None:
         prompts = tokenizer.batch_decode(asked)
@@ -64,18 +67,6 @@ def template_mismatch(
                 f"end with a token that ends its text ({stops}), most with {shown}; {_DO}"
             )
     return None
-
-
-def _answers(labels: list[int]) -> Iterator[tuple[int, int]]:
-    """Where stretches that are learnt begin and end, those without anything before left out."""
-    start = None
-    for place, label in enumerate([*labels, IGNORED]):
-        if label != IGNORED and start is None:
-            start = place
-        elif label == IGNORED and start is not None:
-            if start:
-                yield start, place
-            start = None
 
 
 def _before_answers(tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]) -> str | None:

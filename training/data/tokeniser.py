@@ -19,7 +19,6 @@ from medusa_heads.data.encoding import Encoder, Ragged, begins, ends_of
 from medusa_heads.data.formats import (
     LARGEST_TOKEN,
     Completion,
-    Content,
     Conversation,
     Document,
     Format,
@@ -123,7 +122,7 @@ class Tokeniser:
         made = [*lists, documents[sources], reasons, at, told]
         return pa.table(made, schema.names).cast(schema)
 
-    def _made(self, batch: Mapping[str, Sequence[Any]]) -> tuple[LearntRows, Any, dict[int, str]]:
+    def _made(self, batch: Mapping[str, Sequence[Any]]) -> _Made:
         """Rows of tokens, how many labels of each row of the batch were cut off, and why some of
         those cannot be used: then they have one row without tokens."""
         found: dict[Any, list[Any]] = {}  # by the method that reads the contents
@@ -132,7 +131,9 @@ class Tokeniser:
         count = len(next(iter(batch.values())))
         for number, values in enumerate(zip(*batch.values(), strict=True)):
             try:
-                content = self._content(dict(zip(batch, values, strict=True)))
+                content = self.format.read(dict(zip(batch, values, strict=True)))
+                if isinstance(content, Conversation) and self.chat is None:
+                    raise BadRow("messages need a chat template, and the tokenizer has none")
             except BadRow as problem:
                 problems[number] = str(problem)
             else:
@@ -156,12 +157,6 @@ class Tokeniser:
             parts.append(LearntRows(empty, empty, np.array(list(problems))))
         return LearntRows.joined(parts), lost, problems
 
-    def _content(self, row: Mapping[str, Any]) -> Content:
-        content = self.format.read(row)
-        if isinstance(content, Conversation) and self.chat is None:
-            raise BadRow("messages need a chat template, and the tokenizer has none")
-        return content
-
     def _documents(self, contents: Sequence[Document]) -> _Made:
         ids = self._ended(self._encoded([content.text for content in contents]))
         return blocks(ids, self.max_length), 0, {}
@@ -173,10 +168,7 @@ class Tokeniser:
         )
         problems, merged, sources = {}, [], np.arange(len(contents))
         prompts, ids = encoded.take(sources), encoded.take(sources + len(contents))
-        fine = begins(
-            (prompts.values, prompts.starts, prompts.lengths), (ids.values, ids.starts, ids.lengths)
-        )
-        for number in np.flatnonzero(~fine).tolist():
+        for number in np.flatnonzero(~begins(prompts, ids)).tolist():
             assert self.tokenizer is not None
             joined = continuation(
                 self.tokenizer, prompts.row(number), contents[number].completion, ids.row(number)
@@ -215,9 +207,7 @@ class Tokeniser:
         labels = Ragged.of([content.labels for content in contents])
         # Unequal lengths are refused where rows are checked.
         long = (ids.lengths > self.max_length) & (ids.lengths == labels.lengths)
-        whole = long & begins(
-            (ids.values, ids.starts, ids.lengths), (labels.values, labels.starts, labels.lengths)
-        )
+        whole = long & begins(ids, labels)
         ready, documents, answered = map(np.flatnonzero, (~long, whole, long & ~whole))
         shortened, lost, problems = self._cut(
             LearntRows(ids.take(answered), labels.take(answered), answered), len(contents), {}

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from medusa_heads.config import IGNORED
 from medusa_heads.files import read_json
 from medusa_heads.machine.memory import PeakMemory
 from medusa_heads.target.target import TargetModel
-from medusa_heads.training.data.columns import row_lengths
+from medusa_heads.training.data.columns import row_lengths, stretches
 from medusa_heads.training.data.prepare import TrainingData
 from medusa_heads.training.measure.calibration import MAX_POSITIONS
 from medusa_heads.training.runs.dry_run import byte_size
@@ -229,8 +229,7 @@ def _longest(rows: Dataset, count: int) -> list[dict[str, Any]]:
 
 def _longest_run(row: dict[str, Any]) -> int:
     """Tokens in a row that are learnt, at most."""
-    runs = groupby(row["labels"], key=lambda label: label != IGNORED)
-    return max((len(list(run)) for learnt, run in runs if learnt), default=0)
+    return int(np.diff(stretches(np.asarray(row["labels"]) != IGNORED)).max(initial=0))
 
 
 @contextlib.contextmanager
