@@ -71,5 +71,5 @@ class RotatedStates(HiddenStates):
     def of(self, inputs: Mapping[str, Tensor]) -> Tensor:
         return self._small.of(inputs) @ self._matrix_DE
 
-    def order(self, seed: int) -> DrawnOrder | None:
-        return self._small.order(seed)
+    def order(self, rows: int, seed: int) -> DrawnOrder:
+        return self._small.order(rows, seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -159,10 +160,10 @@ def _nearest(folder: Path, key: CacheKey) -> str:
     found: list[list[str]] = []
     for path in folder.glob(f"*/{INDEX_FILE}"):
         try:
-            other = Index.read(path.parent).key.to_dict()
+            other = asdict(Index.read(path.parent).key)
         except CacheError:
             continue
-        found.append([name for name, value in key.to_dict().items() if other[name] != value])
+        found.append([name for name, value in asdict(key).items() if other[name] != value])
     if not found:
         return ""
     nearest: list[str] = min(found, key=len)

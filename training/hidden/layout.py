@@ -68,13 +68,12 @@ class CacheKey:
     tokens: int
     rows_sha256: str
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self) | {"features": list(self.features)}
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "features", tuple(self.features))  # JSON has lists
 
     def name(self) -> str:
         """Of the folder."""
-        return hashlib.sha256(json.dumps(self.to_dict()).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,7 @@ class Index:
     @cached_property
     def stamp(self) -> bytes:
         """What the shards of this cache begin with: of no other, and of no other layout."""
-        said = json.dumps([self.key.to_dict(), self.layout.to_dict()])
+        said = json.dumps([asdict(self.key), self.layout.to_dict()])
         return hashlib.sha256(said.encode()).digest()[:16]
 
     def shape(self, shard: int) -> ShardShape:
@@ -220,7 +219,7 @@ class Index:
     def write(self, folder: Path) -> None:
         """Into its folder, which is made; OSError where it cannot be."""
         folder.mkdir(parents=True, exist_ok=True)
-        facts = {"format_version": FORMAT_VERSION, "key": self.key.to_dict()}
+        facts = {"format_version": FORMAT_VERSION, "key": asdict(self.key)}
         parts = []
         for name, dtype in _ARRAYS[: None if self.is_whole else 1]:
             content = np.ascontiguousarray(getattr(self, name), dtype).tobytes()

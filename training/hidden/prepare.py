@@ -140,7 +140,7 @@ def _begin(part: Part, dtype: torch.dtype, shard_bytes: int, computed_by: str | 
     remove_leftovers(folder)
     try:
         index = Index.read(folder, to_its_end=True)
-        if index.key.to_dict() != part.key.to_dict():
+        if index.key != part.key:
             raise CacheError(f"{folder} holds the index of another cache")
         alone = os.listdir(folder) == [INDEX_FILE]
         if alone and index.layout != part.layout(dtype, shard_bytes, computed_by)[0]:
@@ -209,7 +209,7 @@ def _fill(
     forwards: Forwards, part: Part, index: Index, missing: Sequence[int], state: PartialState
 ) -> Exception | None:
     """Write this process's share of the shards that are missing; returns what failed."""
-    places, rows = index.layout.places, part.rows
+    places = index.layout.places
     if not missing:
         return None
     order = index.layout.order()
@@ -226,8 +226,11 @@ def _fill(
         size = len(places(shard)) if forwards.whole_shards else index.layout.batch_size
         for batch in _batches(places(shard), size):
             ran += 1
-            for named in _named(forwards, rows.__getitems__(order[batch].tolist()), part.key):
-                yield named
+            some = part.rows.__getitems__(order[batch].tolist())
+            for hidden_TX, row in zip(forwards.of(some), some, strict=True):
+                hidden_PX = hidden_TX[torch.from_numpy(kept_positions(row, part.key.positions))]
+                refuse_not_finite(hidden_PX)
+                yield row_name(row, part.key.positions), hidden_PX
                 progress.update()
 
     try:
@@ -252,13 +255,3 @@ def _run_on_nothing(target: TargetModel) -> Tensor:
 
 def _batches(places: range, size: int) -> list[range]:
     return [places[start : start + size] for start in range(0, len(places), size)]
-
-
-def _named(
-    forwards: Forwards, rows: Sequence[dict[str, Any]], key: CacheKey
-) -> Iterator[tuple[bytes, Tensor]]:
-    """The names of some rows and their hidden_PX."""
-    for hidden_TX, row in zip(forwards.of(rows), rows, strict=True):
-        hidden_PX = hidden_TX[torch.from_numpy(kept_positions(row, key.positions))]
-        refuse_not_finite(hidden_PX)
-        yield row_name(row, key.positions), hidden_PX

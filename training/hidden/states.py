@@ -51,9 +51,9 @@ class HiddenStates:
             shape = *inputs["input_ids"].shape, self.target.width
             return torch.full(shape, torch.nan, device=self.target.device)
 
-    def order(self, seed: int) -> DrawnOrder | None:
-        """The order in which rows are best drawn to train on; None: any."""
-        return None
+    def order(self, rows: int, seed: int) -> DrawnOrder:
+        """The order in which rows are best drawn to train on."""
+        return DrawnOrder(rows, seed)
 
 
 class CachedHiddenStates(HiddenStates):
@@ -75,7 +75,7 @@ class CachedHiddenStates(HiddenStates):
             hidden_BTX = read_batch(self.caches, inputs["row_names"], inputs["kept"].cpu())
         return hidden_BTX.to(self.target.device)
 
-    def order(self, seed: int) -> DrawnOrder:
+    def order(self, rows: int, seed: int) -> DrawnOrder:
         """That of a run without a cache, with the rows of each shard brought together."""
         return ShardLocalOrder(self.caches[0].index.layout, seed)
 

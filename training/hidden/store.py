@@ -25,7 +25,6 @@ from medusa_heads.training.hidden.layout import (
     CacheError,
     CacheKey,
     Index,
-    ShardShape,
     shard_name,
 )
 
@@ -115,19 +114,15 @@ def seal(folder: Path, index: Index) -> None:
 
 def _head(path: Path, index: Index, shard: int, size: int) -> bytes:
     """The first bytes of a shard; CacheError where it is another file than it should be."""
-    begin = index.shard_head(shard)
+    begin, end = index.shard_head(shard), index.shape(shard).end
     with path.open("rb") as file:
         head = file.read(max(size, len(begin)))
         found = os.fstat(file.fileno()).st_size
-    _check_file(path, index.shape(shard), begin, head, found)
-    return head
-
-
-def _check_file(path: Path, shape: ShardShape, begin: bytes, head: bytes, size: int) -> None:
     if not head.startswith(begin):
         raise CacheError(f"{path} is no shard of this cache: {AGAIN}")
-    if size != shape.end:
-        raise CacheError(f"{path} has {size} bytes, expected {shape.end}: {AGAIN}")
+    if found != end:
+        raise CacheError(f"{path} has {found} bytes, expected {end}: {AGAIN}")
+    return head
 
 
 def _check(states: Any, scales: Any) -> int:
@@ -142,7 +137,7 @@ class HiddenCache:
     def __init__(self, folder: Path, key: CacheKey) -> None:
         self.folder, self.key = folder, key
         self.index = Index.read(folder)
-        if self.index.key.to_dict() != key.to_dict():
+        if self.index.key != key:
             raise CacheError(f"{folder / INDEX_FILE} describes another cache: remove the folder")
         wanted = {shard_name(shard) for shard in range(self.index.layout.shards)}
         missing = wanted.difference(os.listdir(folder))
@@ -195,13 +190,11 @@ class HiddenCache:
 
     def _open(self, shard: int) -> Any:
         """Its bytes, mapped."""
-        path, shape = self.folder / shard_name(shard), self.index.shape(shard)
+        path = self.folder / shard_name(shard)
         if shard not in self._opened:
             try:
+                _head(path, self.index, shard, 0)
                 with path.open("rb") as file:
-                    size = os.fstat(file.fileno()).st_size
-                    begin = self.index.shard_head(shard)
-                    _check_file(path, shape, begin, file.read(len(begin)), size)
                     # Private, and so to be handed on as tensors, which know no read-only memory.
                     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             except OSError as error:

@@ -93,7 +93,7 @@ class HeadsTrainer(TaughtTrainer):
 
     def _order(self, rows: int, seed: int) -> DrawnOrder:
         """As it is drawn, or as a cache is read best."""
-        return self.hidden_states.order(seed) or super()._order(rows, seed)
+        return self.hidden_states.order(rows, seed)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As transformers', with the parts that have rates of their own in groups."""
