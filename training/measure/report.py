@@ -17,7 +17,7 @@ from torch import Tensor
 
 from medusa_heads.checkpoint.files import REPORT_FILE as JSON_FILE
 from medusa_heads.config import head_offset
-from medusa_heads.files import parse_json, replace_file, replace_json
+from medusa_heads.files import read_json, replace_file, replace_json
 from medusa_heads.hub.card import REPORT_VERSION
 from medusa_heads.pictures import LIGHT, Line, draw_lines, save_picture
 from medusa_heads.tables import Rows, in_markdown, on_screen
@@ -123,10 +123,7 @@ def write_report(folder: str | os.PathLike[str], report: Mapping[str, Any]) -> N
 def read_report(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """What `write_report` wrote; raises ValueError where it is not there, or of another version."""
     path = Path(folder) / JSON_FILE
-    try:
-        report: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"expected a training report in {str(path)!r}: {error}") from error
+    report = read_json(path)
     if report.get("report_version") != REPORT_VERSION:
         raise ValueError(
             f"{str(path)!r} is of report_version {report.get('report_version')!r}, expected "
