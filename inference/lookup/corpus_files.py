@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from medusa_heads.data.data_files import has_known_suffix, read_rows
+from medusa_heads.data.data_files import SUFFIXES, read_rows
 from medusa_heads.errors import MedusaWarning, first_line
 from medusa_heads.files import expanded, remove_leftovers
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
@@ -145,7 +145,7 @@ def _documents(
 def _documents_of(
     file: Path, tokenizer: PreTrainedTokenizerBase, left_out: list[str]
 ) -> Iterator[str | list[int]]:
-    if not has_known_suffix(file.name):
+    if not file.name.endswith(SUFFIXES):
         try:
             yield file.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError:

@@ -87,6 +87,12 @@ class ChatTemplate:
             **self.arguments,
         )
 
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of rendered texts, in which the template has written the special tokens."""
+        # verbose=False: they may be longer than the model's maximum, and are cut later
+        encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False)
+        return encoded["input_ids"]
+
     def rendered(self, conversations: Sequence[Conversation]) -> list[Rendered | BadRow]:
         """What `rows` encodes of many conversations; in place of some, why there is nothing."""
         spoken = [_spoken(each) for each in conversations]
@@ -205,10 +211,8 @@ def _spoken(conversation: Conversation) -> list[int] | BadRow:
 def ask_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any]) -> list[int]:
     """Token ids of a conversation, ready to be answered. Raises BadRow: the template refuses it, or
     makes no tokens of it."""
-    text = ChatTemplate(tokenizer).render(messages, None, ask=True)
-    # The template has written the special tokens; verbose=False: it may be longer than the model's
-    # maximum, which whoever reads it minds.
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    template = ChatTemplate(tokenizer)
+    (ids,) = template.encode([template.render(messages, None, ask=True)])
     if not ids:
         raise BadRow("the chat template makes no tokens of it: say something")
     return ids

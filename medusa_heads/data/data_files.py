@@ -27,11 +27,6 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".jsonl.gz", ".json.g
 csv.field_size_limit(1 << 30)
 
 
-def has_known_suffix(name: str) -> bool:
-    """Whether a file of this name can be read here."""
-    return name.endswith(SUFFIXES)
-
-
 def read_rows(file: Path, refuse: Refuse) -> Rows:
     """The rows of a file, each with its place, `file:line`; a text file is one, with a column
     `text`. A row that cannot be read is left out, and `refuse` is told its place and why. Raises

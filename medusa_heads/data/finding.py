@@ -9,7 +9,7 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.data.data_files import SUFFIXES, has_known_suffix
+from medusa_heads.data.data_files import SUFFIXES
 from medusa_heads.errors import first_line
 from medusa_heads.files import expanded, is_path
 from medusa_heads.hub_probe import hub_failure
@@ -38,7 +38,7 @@ def find_names(name: str | Sequence[str]) -> list[str]:
             if not files:
                 raise ValueError(f"expected a corpus at {one!r}, found no such file")
             found += files
-        elif is_path(one) or has_known_suffix(one):
+        elif is_path(one) or one.endswith(SUFFIXES):
             raise ValueError(
                 f"expected a corpus at {one!r}, found none: give 'stdlib', a hub id, a folder, or "
                 f"a file of the kinds {', '.join(SUFFIXES)}"
@@ -82,7 +82,7 @@ def find_rows(
         return standard_library("train" if split == "train" else "held_out")
     path = expanded(name)
     if path.is_file():
-        if not has_known_suffix(path.name):
+        if not path.name.endswith(SUFFIXES):
             raise ValueError(
                 f"expected a folder or a file of the kinds {', '.join(SUFFIXES)}, got {name!r}"
             )
@@ -127,7 +127,7 @@ def _files_of_split(folder: Path, splits: Sequence[str], exact: bool) -> list[Pa
     files = {
         file: _words(file.relative_to(folder))
         for file in sorted(folder.rglob("*"))
-        if file.is_file() and has_known_suffix(file.name) and not file.name.startswith(".")
+        if file.is_file() and file.name.endswith(SUFFIXES) and not file.name.startswith(".")
     }
     if not files:
         raise ValueError(

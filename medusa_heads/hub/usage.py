@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from medusa_heads.checkpoint.stored_heads import StoredHeads
-from medusa_heads.interop import WrittenFormat
 from medusa_heads.interop.fits import check_fits
 
 
@@ -56,8 +55,11 @@ def engines(
     config, method = stored.config, stored.config.served_as
     why = None
     if method and not sidecar.get("adapter"):
-        why = _why_not(stored, method)
-        if why is None:
+        try:
+            check_fits(stored, method)
+        except ValueError as error:
+            why = str(error)
+        else:
             return [
                 f"vLLM drafts a chain with them by its own `{method}`, from files that it reads:",
                 f"""```bash
@@ -119,12 +121,3 @@ vllm serve {base_model} --speculative-config '{{"method": "custom_class", \
         *plugin,
         *tgi,
     ]
-
-
-def _why_not(stored: StoredHeads, to: WrittenFormat) -> str | None:
-    """What `export` says of heads that the layout cannot hold; None of those that it can."""
-    try:
-        check_fits(stored, to)
-    except ValueError as error:
-        return str(error)
-    return None

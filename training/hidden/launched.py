@@ -8,7 +8,7 @@ same, and can be resumed under either.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -88,7 +88,11 @@ def launched_sharding() -> Sharding | None:
             f"the launch's fsdp_config cannot be read: {type(error).__name__}: {error}: set it as "
             "configs/accelerate/fsdp.yaml does"
         ) from error
-    sizes = {name: _size(name) for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
+    told: Mapping[str, str] = os.environ if _is_true(_SIZES) else {}
+    sizes = {
+        name: int(told.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1"))
+        for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+    }
     copies, each = sizes.pop("dp_replicate"), sizes.pop("dp_shard")
     processes = int(os.environ.get("WORLD_SIZE", copies * each))
     if copies * each not in (1, processes):
@@ -126,13 +130,6 @@ def learning_whole() -> Iterator[None]:
         yield
     finally:
         os.environ.update(before)
-
-
-def _size(name: str) -> int:
-    """One of the launch's parallelism_config."""
-    if not _is_true(_SIZES):
-        return 1
-    return int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1"))
 
 
 def _is_true(name: str) -> bool:

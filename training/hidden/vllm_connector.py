@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,11 +24,5 @@ class UnpinnedHiddenStatesConnector(ExampleHiddenStatesConnector):
 
         with patch.object(torch, "empty_like", unpinned):
             super()._submit_async_write(pending)
-        self._req_copy_events[pending.req_id] = _Copied()
-
-
-class _Copied:
-    """In place of an event of a stream: where there are no streams, what was copied is there."""
-
-    def query(self) -> bool:
-        return True
+        # In place of an event of a stream: where there are no streams, what was copied is there.
+        self._req_copy_events[pending.req_id] = SimpleNamespace(query=lambda: True)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -203,16 +204,19 @@ def heads_loss(
     apart = range(heads.num_matrices if heads.num_matrices > 1 else 0)
     columns = [slice(i, i + 1) for i in apart] or [slice(None)]
     parts = [
-        _Part(
+        partial(
+            matrix_losses,
             features_RKD[:, of].flatten(0, 1),
             *heads.vocab_matrix(of.start or 0),
             Pairs(labels_RK[:, of].flatten(), positions_RK[:, of].flatten()),
-            None if correction is None else correction.factors(rows.tokens_RK[:, of].flatten()),
+            correction=None
+            if correction is None
+            else correction.factors(rows.tokens_RK[:, of].flatten()),
         )
         for of in columns
     ]
     if not own and correction is None:
-        losses_N, log_true_N, _ = parts[0].losses(recipe)
+        losses_N, log_true_N, _ = parts[0](recipe)
         weights_RK = _weights(objective, log_true_N.view_as(labels_RK), supervised_RK)
         return per_item((losses_N * weights_RK.flatten()).sum(), num_items)
     log_true_RK = features_RKD.new_empty(labels_RK.shape, dtype=recipe.exact)
@@ -221,25 +225,11 @@ def heads_loss(
         plain = replace(recipe, objective=LossConfig(), lessons=None)
         with torch.no_grad():
             for of, part in zip(columns, parts, strict=True):
-                log_true_RK[:, of] = part.losses(plain)[1].view_as(log_true_RK[:, of])
+                log_true_RK[:, of] = part(plain)[1].view_as(log_true_RK[:, of])
     weights_RK = _weights(objective, log_true_RK, supervised_RK)
     weights = [weights_RK[:, of].flatten() for of in columns]
-    sums = [part.losses(recipe, w_N)[2] for part, w_N in zip(parts, weights, strict=True)]
+    sums = [part(recipe, w_N)[2] for part, w_N in zip(parts, weights, strict=True)]
     return per_item(torch.stack(sums).sum(), num_items)
-
-
-class _Part(NamedTuple):
-    """Pairs whose logits one matrix makes."""
-
-    features_ND: Tensor
-    matrix_VD: Tensor
-    bias_V: Tensor | None
-    pairs: Pairs
-    correction: tuple[Tensor, Tensor] | None
-
-    def losses(self, recipe: Recipe, weights_N: Tensor | None = None) -> tuple[Tensor, ...]:
-        """See `matrix_losses`."""
-        return matrix_losses(*self[:4], recipe, weights_N, self.correction)
 
 
 def _weights(objective: LossConfig, log_true_RK: Tensor, supervised_RK: Tensor) -> Tensor:

@@ -61,17 +61,13 @@ def train_draft(
     """Distil a draft model from a target and write it as a folder that transformers loads.
 
     Args:
-        target: a model, or its hub id or path. It stays frozen.
-        dataset: best the target's own text: see `train_heads`, whose arguments these are.
-        eval_dataset: held out, likewise.
+        dataset: best the target's own text.
         draft: what it begins as, and how it learns.
-        output_dir: beats the one in `training_args`.
         training_args: of the run. Default: those of `draft_training_arguments`.
         tokenizer: for text, and to lie beside the draft model. Default: the target's.
-        resume_from_checkpoint, overwrite_output_dir, early_stopping_patience: as in `train_heads`.
-        record: what else `run.yaml` should remember.
         trust_remote_code: run the code that comes with a draft model that was named.
-        data_settings: other fields of `DataArguments`: `max_length`, `packing`, `streaming`, ...
+        target, eval_dataset, output_dir, resume_from_checkpoint, overwrite_output_dir,
+            early_stopping_patience, record, data_settings: as in `train_heads`.
 
     Returns:
         The best checkpoint by held-out acceptance, fp32.
