@@ -151,7 +151,7 @@ class ChatTemplate:
         problems: dict[int, str] = {}  # of turns
 
         merged = []
-        for turn in np.flatnonzero(~begins(asked, ids)).tolist():
+        for turn in np.flatnonzero(~begins(asked.stretches, ids.stretches)).tolist():
             index, before, text = turns[turn]
             try:
                 joined = self._continued(before, asked.row(turn), text, ids.row(turn), index)

@@ -40,6 +40,10 @@ _HARD = (
 )
 
 
+Stretches = tuple[Any, Any, Any]
+"""Values, and of each stretch of them its start and its length."""
+
+
 class Ragged(NamedTuple):
     """Rows of numbers of any length: row i is `values[offsets[i] : offsets[i + 1]]`."""
 
@@ -70,6 +74,11 @@ class Ragged(NamedTuple):
         """How many numbers each row has, [rows]."""
         return np.diff(self.offsets)
 
+    @property
+    def stretches(self) -> Stretches:
+        """All rows."""
+        return self.values, self.starts, self.lengths
+
     def row(self, number: int) -> list[int]:
         """One row."""
         found: list[int] = self.values[slice(*self.offsets[number : number + 2])].tolist()
@@ -95,11 +104,12 @@ def places(starts: Any, lengths: Any) -> Any:
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
 
 
-def begins(short: Ragged, whole: Ragged) -> Any:
-    """Whether each row of the second begins with that of the first, [rows] bool."""
-    fits = short.lengths <= whole.lengths
-    compared = np.where(fits, short.lengths, 0)
-    unequal = short.part(short.starts, compared).values != whole.part(whole.starts, compared).values
+def begins(short: Stretches, whole: Stretches) -> Any:
+    """Whether each stretch of the second begins with that of the first, [stretches] bool."""
+    (values, starts, lengths), (others, other_starts, other_lengths) = short, whole
+    fits = lengths <= other_lengths
+    compared = np.where(fits, lengths, 0)
+    unequal = values[places(starts, compared)] != others[places(other_starts, compared)]
     fits[np.searchsorted(np.cumsum(compared), np.flatnonzero(unequal), side="right")] = False
     return fits
 

@@ -69,17 +69,20 @@ def rows_of_turns(ids: Ragged, starts: Any, ends: Any, sources: Any) -> LearntRo
     """Rows that hold each turn behind the context which it answers: as few as have each turn's
     tokens at their beginning. A turn is the first `ends` tokens of a row of `ids`, of which its
     assistant wrote those from `starts` on; turns of one source stand one after the other."""
-    turns, left = ids.part(ids.starts, ends), np.arange(len(sources))
+    left = np.arange(len(sources))
     leader = np.empty(len(sources), np.int64)  # the last turn of the row that each turn is in
     while len(left):
         _, first = np.unique(sources[left], return_index=True)
         lasts = left[np.append(first[1:], len(left)) - 1]
         leads = np.repeat(lasts, np.diff(np.append(first, len(left))))
-        held = begins(turns.take(left), turns.take(leads))
+        held = begins(
+            (ids.values, ids.starts[left], ends[left]),
+            (ids.values, ids.starts[leads], ends[leads]),
+        )
         leader[left[held]] = leads[held]
         left = left[~held]
     chosen, row = np.unique(leader, return_inverse=True)
-    rows = turns.take(chosen)
+    rows = ids.part(ids.starts[chosen], ends[chosen])
     edges = np.zeros(len(rows.values) + 1, np.int32)
     np.add.at(edges, rows.starts[row] + starts, 1)
     np.add.at(edges, rows.starts[row] + ends, -1)

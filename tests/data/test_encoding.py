@@ -162,4 +162,4 @@ def test_texts_are_encoded_without_the_fast_library(monkeypatch: pytest.MonkeyPa
 
 def test_stretches_are_compared_with_those_that_may_begin_with_them() -> None:
     short, whole = Ragged.of([[1, 2], [], [3], [4, 5]]), Ragged.of([[1, 2, 3], [9], [4], [4]])
-    assert begins(short, whole).tolist() == [True, True, False, False]
+    assert begins(short.stretches, whole.stretches).tolist() == [True, True, False, False]

@@ -168,7 +168,7 @@ class Tokeniser:
         )
         problems, merged, sources = {}, [], np.arange(len(contents))
         prompts, ids = encoded.take(sources), encoded.take(sources + len(contents))
-        for number in np.flatnonzero(~begins(prompts, ids)).tolist():
+        for number in np.flatnonzero(~begins(prompts.stretches, ids.stretches)).tolist():
             assert self.tokenizer is not None
             joined = continuation(
                 self.tokenizer, prompts.row(number), contents[number].completion, ids.row(number)
@@ -207,7 +207,7 @@ class Tokeniser:
         labels = Ragged.of([content.labels for content in contents])
         # Unequal lengths are refused where rows are checked.
         long = (ids.lengths > self.max_length) & (ids.lengths == labels.lengths)
-        whole = long & begins(ids, labels)
+        whole = long & begins(ids.stretches, labels.stretches)
         ready, documents, answered = map(np.flatnonzero, (~long, whole, long & ~whole))
         shortened, lost, problems = self._cut(
             LearntRows(ids.take(answered), labels.take(answered), answered), len(contents), {}
