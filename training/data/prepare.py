@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -93,19 +94,12 @@ def load_corpora(
 ) -> tuple[Corpus, Corpus | None]:
     """The corpus to train on and the one to measure on, as far as there is one: those that the
     settings name, or tables in memory instead. Raises ValueError where one cannot be read."""
-
-    def named(
-        names: Sequence[str], split: str, *, streaming: bool = False, exact: bool = False
-    ) -> Corpus:
-        return load_corpus(
-            names,
-            split,
-            config=settings.dataset_config,
-            text_column=settings.text_column,
-            on_bad_row=settings.on_bad_row,
-            streaming=streaming,
-            exact=exact,
-        )
+    named = partial(
+        load_corpus,
+        config=settings.dataset_config,
+        text_column=settings.text_column,
+        on_bad_row=settings.on_bad_row,
+    )
 
     def in_memory(rows: Dataset | IterableDataset, name: str) -> Corpus:
         bad_rows = BadRows(settings.on_bad_row, stream=is_stream(rows))
