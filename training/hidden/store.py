@@ -11,7 +11,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -92,7 +92,8 @@ def write_shard(
 def is_shard(folder: Path, index: Index, shard: int) -> bool:
     """Whether there is such a file, of this cache and not cut short."""
     try:
-        _head(folder / shard_name(shard), index, shard, 0)
+        with (folder / shard_name(shard)).open("rb") as file:
+            _head(file, index, shard)
     except (OSError, CacheError):
         return False
     return True
@@ -105,23 +106,22 @@ def seal(folder: Path, index: Index) -> None:
     names, checks = np.empty(rows, f"S{NAME_BYTES}"), np.empty(rows, "<u4")
     for shard in range(index.layout.shards):
         places, shape = index.layout.places(shard), index.shape(shard)
-        head = _head(folder / shard_name(shard), index, shard, shape.states)
+        with (folder / shard_name(shard)).open("rb") as file:
+            head = _head(file, index, shard, shape.states)
         here = slice(places.start, places.stop)
         names[here] = np.frombuffer(head, names.dtype, len(places), shape.names)
         checks[here] = np.frombuffer(head, checks.dtype, len(places), shape.checks)
     index.sealed(names, checks).write(folder)
 
 
-def _head(path: Path, index: Index, shard: int, size: int) -> bytes:
+def _head(file: BinaryIO, index: Index, shard: int, size: int = 0) -> bytes:
     """The first bytes of a shard; CacheError where it is another file than it should be."""
     begin, end = index.shard_head(shard), index.shape(shard).end
-    with path.open("rb") as file:
-        head = file.read(max(size, len(begin)))
-        found = os.fstat(file.fileno()).st_size
+    head, found = file.read(max(size, len(begin))), os.fstat(file.fileno()).st_size
     if not head.startswith(begin):
-        raise CacheError(f"{path} is no shard of this cache: {AGAIN}")
+        raise CacheError(f"{file.name} is no shard of this cache: {AGAIN}")
     if found != end:
-        raise CacheError(f"{path} has {found} bytes, expected {end}: {AGAIN}")
+        raise CacheError(f"{file.name} has {found} bytes, expected {end}: {AGAIN}")
     return head
 
 
@@ -193,8 +193,8 @@ class HiddenCache:
         path = self.folder / shard_name(shard)
         if shard not in self._opened:
             try:
-                _head(path, self.index, shard, 0)
                 with path.open("rb") as file:
+                    _head(file, self.index, shard)
                     # Private, and so to be handed on as tensors, which know no read-only memory.
                     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             except OSError as error:
