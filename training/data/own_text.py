@@ -69,7 +69,9 @@ class OwnText:
         replace_file(path, json.dumps({"window": self._window, "rows": self._written}) + "\n")
 
     def load(self, path: Path) -> None:
-        """Take up what `save` kept."""
+        """Take up what `save` kept: nothing, where the run had fewer processes then."""
+        if not path.is_file():
+            return
         kept = json.loads(path.read_text(encoding="utf-8"))
         self._window, self._written = kept["window"], kept["rows"]
 

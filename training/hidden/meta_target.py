@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from medusa_heads.contents import refuse_heads
 from medusa_heads.errors import first_line
+from medusa_heads.files import read_json
 from medusa_heads.machine import Shape, choose
 from medusa_heads.target.loading import asking_hub
 from medusa_heads.target.target import TargetModel
@@ -22,7 +22,8 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
 def weights_on_disk(arguments: TargetArguments) -> bool:
-    """Whether all weights of the target are here: nothing is asked of a hub."""
+    """Whether all weights of the target are here: nothing is asked of a hub. Raises ValueError: the
+    index of their files is damaged."""
     name = arguments.model_name_or_path
     folder = Path(name).expanduser()
 
@@ -36,8 +37,11 @@ def weights_on_disk(arguments: TargetArguments) -> bool:
         if place(file) is not None:
             return True
         if (index := place(f"{file}.index.json")) is not None:
-            parts = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            return all(place(part) is not None for part in parts)
+            found = read_json(index).get("weight_map")
+            parts = list(found.values()) if isinstance(found, dict) else [None]
+            if not all(isinstance(part, str) for part in parts):
+                raise ValueError(f"{index} does not say where weights lie: download it anew")
+            return all(place(part) is not None for part in set(parts))
     return False
 
 

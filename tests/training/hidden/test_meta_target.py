@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from medusa_heads.data.prompts import stop_ids
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
-from medusa_heads.training.hidden.meta_target import meta_target
+from medusa_heads.training.hidden.meta_target import meta_target, weights_on_disk
 
 
 def test_it_stops_where_the_target_does(target: TargetModel, tmp_path: Path) -> None:
@@ -18,3 +22,20 @@ def test_it_stops_where_the_target_does(target: TargetModel, tmp_path: Path) -> 
     assert stop_ids(meta_target(arguments).model) == (1, 7)
     (tmp_path / "generation_config.json").unlink()
     assert stop_ids(meta_target(arguments).model) == (target.config.eos_token_id,)
+
+
+def test_weights_are_here_where_all_files_of_the_index_are(tmp_path: Path) -> None:
+    arguments, index = TargetArguments(str(tmp_path)), tmp_path / "model.safetensors.index.json"
+    assert not weights_on_disk(arguments)
+    index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
+    (tmp_path / "1.safetensors").touch()
+    assert not weights_on_disk(arguments)
+    (tmp_path / "2.safetensors").touch()
+    assert weights_on_disk(arguments)
+
+
+@pytest.mark.parametrize("content", [{}, [], {"weight_map": []}, {"weight_map": {"a": 1}}])
+def test_an_index_of_weights_that_is_damaged_is_refused(content: Any, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"index\.json"):
+        weights_on_disk(TargetArguments(str(tmp_path)))

@@ -192,6 +192,17 @@ def test_own_text_goes_on_from_the_prompts(target: TargetModel, make_rows: Rows)
     assert [again.batch(s, n) for s in range(8) for n in range(2)] == batches
 
 
+def test_a_run_goes_on_in_more_processes_than_have_kept_own_text(
+    target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    trainer_of(target, make_rows(16), tmp_path / "before", 0.5).train()
+    checkpoint = tmp_path / "before" / "checkpoint-3"
+    (checkpoint / "own_text-0.json").unlink()  # as another process finds it
+    trainer = trainer_of(target, make_rows(16), tmp_path / "resumed", 0.5)
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert trainer.state.global_step == trainer.state.max_steps
+
+
 def test_training_makes_a_draft_better_and_keeps_the_best(
     target: TargetModel, make_rows: Rows, tmp_path: Path
 ) -> None:
