@@ -125,8 +125,7 @@ class Tokeniser:
     def _made(self, batch: Mapping[str, Sequence[Any]]) -> _Made:
         """Rows of tokens, how many labels of each row of the batch were cut off, and why some of
         those cannot be used: then they have one row without tokens."""
-        found: dict[Any, list[Any]] = {}  # by the method that reads the contents
-        numbers: dict[Any, list[int]] = {}
+        found: dict[Any, list[tuple[int, Any]]] = {}  # by the method that reads the contents
         problems: dict[int, str] = {}
         count = len(next(iter(batch.values())))
         for number, values in enumerate(zip(*batch.values(), strict=True)):
@@ -137,8 +136,7 @@ class Tokeniser:
             except BadRow as problem:
                 problems[number] = str(problem)
             else:
-                found.setdefault(type(content), []).append(content)
-                numbers.setdefault(type(content), []).append(number)
+                found.setdefault(type(content), []).append((number, content))
         makers: dict[Any, Callable[[Any], _Made]] = {
             Document: self._documents,
             Completion: self._completions,
@@ -146,9 +144,10 @@ class Tokeniser:
             Tokens: self._tokens,
         }
         lost, parts = np.zeros(count, np.int64), []
-        for kind, contents in found.items():
+        for kind, numbered in found.items():
+            numbers, contents = zip(*numbered, strict=True)
             rows, lost_here, refused = makers[kind](contents)
-            of = np.array(numbers[kind])
+            of = np.array(numbers)
             lost[of] = lost_here
             problems |= {int(of[place]): problem for place, problem in refused.items()}
             parts.append(rows.of(of))

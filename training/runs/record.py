@@ -1,5 +1,5 @@
 """What a run leaves of itself: `run.yaml`, what was run on what with which versions, beside every
-checkpoint; and `metrics.json`, in the end."""
+checkpoint; and what `metrics.json` holds, in the end."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
-from medusa_heads.files import replace_file, replace_json
+from medusa_heads.files import replace_file
 from medusa_heads.masking import masked
 from medusa_heads.plain_yaml import parse_yaml
 
@@ -21,7 +21,7 @@ RUN_FILE = "run.yaml"
 METRICS_FILE = "metrics.json"
 # transformers': flops of another model, and a time that only a run which takes no step measures;
 # and what is for trackers.
-_NOT_KEPT = ("total_flos", "eval_model_preparation_time", "eval_accepted_text")
+NOT_KEPT = ("total_flos", "eval_model_preparation_time", "eval_accepted_text")
 _DECISIVE = {
     "heads": "heads of another shape",
     "target_weights_sha256": "another target",
@@ -80,31 +80,7 @@ def to_yaml(content: Mapping[str, Any]) -> str:
     return str(yaml.safe_dump(_plain(content), sort_keys=False))
 
 
-def write_figures(
-    output: Path,
-    trainer: Trainer,
-    trained: Mapping[str, Any],
-    measured: Mapping[str, float],
-    story: Mapping[str, Any],
-) -> dict[str, Any]:
-    """`metrics.json`, of the training and the last evaluation, and `run.yaml`; returns what the
-    former holds."""
-    state = trainer.state
-    with_best = trainer.args.load_best_model_at_end and state.best_model_checkpoint
-    metrics = {
-        **{k: v for k, v in {**trained, **measured}.items() if k not in _NOT_KEPT},
-        "train_loss": _mean_loss(state.log_history),
-        "epoch": state.epoch,
-        "steps": state.global_step,
-        # Of the heads that are left; these are the last where no best were to be loaded, or could.
-        "best_step": state.best_global_step if with_best else None,
-    }
-    replace_json(output / METRICS_FILE, metrics)
-    write_run(output, story)
-    return metrics
-
-
-def _mean_loss(log: Sequence[Mapping[str, float]]) -> float | None:
+def mean_loss(log: Sequence[Mapping[str, float]]) -> float | None:
     """Mean training loss of a run's steps, also of those before it was interrupted, which
     transformers' own leaves out; None where none was logged."""
     steps, total = 0.0, 0.0

@@ -25,6 +25,7 @@ from transformers.trainer_utils import PredictionOutput
 
 from medusa_heads.checkpoint.files import remove_trained
 from medusa_heads.checkpoint.provenance import provenance
+from medusa_heads.files import replace_json
 from medusa_heads.target.fingerprint import weights_sums
 from medusa_heads.target.recurrent import is_recurrent
 from medusa_heads.target.target import TargetModel
@@ -41,7 +42,14 @@ from medusa_heads.training.hidden.sharding import (
 )
 from medusa_heads.training.hidden.tensor_parallel import PartedTarget
 from medusa_heads.training.runs.callbacks import Interruptions, Pace, StopInTime
-from medusa_heads.training.runs.record import changed_arguments, check_same_run, write_figures
+from medusa_heads.training.runs.record import (
+    METRICS_FILE,
+    NOT_KEPT,
+    changed_arguments,
+    check_same_run,
+    mean_loss,
+    write_run,
+)
 from medusa_heads.training.runs.resumable import (
     checkpoints,
     find_start,
@@ -154,10 +162,23 @@ class Run:
         measured: Mapping[str, float],
         story: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """See `record.write_figures`, with the run's pace and all warnings."""
-        warnings = [*self.data.warnings, *trainer.health.said]
+        """`metrics.json`, of the training and the last evaluation, and `run.yaml`; returns what the
+        former holds."""
+        state, warnings = trainer.state, [*self.data.warnings, *trainer.health.said]
         told = {"step_runtime": self.pace.median(), "warnings": warnings}
-        return write_figures(self.output, trainer, {**trained, **told}, measured, story)
+        figures = {**trained, **told, **measured}
+        with_best = trainer.args.load_best_model_at_end and state.best_model_checkpoint
+        metrics = {
+            **{name: figure for name, figure in figures.items() if name not in NOT_KEPT},
+            "train_loss": mean_loss(state.log_history),
+            "epoch": state.epoch,
+            "steps": state.global_step,
+            # Of the heads that are left: the last where no best were to be loaded, or could.
+            "best_step": state.best_global_step if with_best else None,
+        }
+        replace_json(self.output / METRICS_FILE, metrics)
+        write_run(self.output, story)
+        return metrics
 
 
 def _how_loaded(target: TargetModel, processes: int) -> dict[str, Any]:
