@@ -1,9 +1,9 @@
 """The flags and YAML keys of corpora. Light: nothing here imports torch or transformers."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from medusa_heads.files import expanded
 from medusa_heads.settings import at_least, flag, mapping
 from medusa_heads.shared_flags import BadRowFlag, TextFlags
 
@@ -86,7 +86,7 @@ class DataArguments(TextFlags, BadRowFlag):
         if self.chat_template is None:
             return None
         try:
-            return Path(self.chat_template).read_text(encoding="utf-8")
+            return expanded(self.chat_template).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"expected a file with a Jinja template at {self.chat_template!r} (chat_template): "

@@ -14,6 +14,7 @@ from rich.filesize import decimal
 from transformers import TrainingArguments
 
 from medusa_heads.config import HeadsConfig
+from medusa_heads.files import expanded
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.cache import STREAMED, CacheArguments
 from medusa_heads.training.data.prepare import TrainingData
@@ -91,7 +92,7 @@ def parts_of(
     run with these settings meets them first. Raises ValueError where the text is a stream."""
     if data.is_stream:
         raise ValueError(STREAMED)
-    folder = Path(settings.hidden_cache_dir or Path(args.output_dir or ".") / "hidden_states")
+    folder = expanded(settings.hidden_cache_dir or Path(args.output_dir or ".") / "hidden_states")
     settings_sha256 = _settings_sha256(target)
 
     def part(rows: Dataset, facts: RowFacts, batch_size: int, seed: int | None) -> Part:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
@@ -12,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from medusa_heads.contents import refuse_heads
 from medusa_heads.errors import first_line
-from medusa_heads.files import read_json
+from medusa_heads.files import expanded, read_json
 from medusa_heads.machine import Shape, choose
 from medusa_heads.target.loading import asking_hub
 from medusa_heads.target.target import TargetModel
@@ -25,7 +26,7 @@ def weights_on_disk(arguments: TargetArguments) -> bool:
     """Whether all weights of the target are here: nothing is asked of a hub. Raises ValueError: the
     index of their files is damaged."""
     name = arguments.model_name_or_path
-    folder = Path(name).expanduser()
+    folder = expanded(name)
 
     def place(file: str) -> Path | None:
         if folder.is_dir():
@@ -38,7 +39,7 @@ def weights_on_disk(arguments: TargetArguments) -> bool:
             return True
         if (index := place(f"{file}.index.json")) is not None:
             found = read_json(index).get("weight_map")
-            parts = list(found.values()) if isinstance(found, dict) else [None]
+            parts: list[Any] = [*found.values()] if isinstance(found, dict) else [None]
             if not all(isinstance(part, str) for part in parts):
                 raise ValueError(f"{index} does not say where weights lie: download it anew")
             return all(place(part) is not None for part in set(parts))

@@ -167,12 +167,12 @@ def find_checkpoint(name: str | None, output: Path) -> str | None:
         if found is None and name == "last":
             raise ValueError(f"nothing to resume: {str(output)!r} has no whole checkpoint-* folder")
         return None if found is None else str(found)
-    if not is_whole(Path(name)):
+    if not is_whole(expanded(name)):
         raise ValueError(
             f"expected a whole checkpoint in the folder {name!r}, found none: give 'last' for the "
             "newest whole one of the run"
         )
-    return name
+    return str(expanded(name))
 
 
 def find_start(output: Path, resume: str | None, target: str, *, overwrite: bool) -> str | None:

@@ -9,7 +9,6 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -25,7 +24,7 @@ from transformers.trainer_utils import PredictionOutput
 
 from medusa_heads.checkpoint.files import remove_trained
 from medusa_heads.checkpoint.provenance import provenance
-from medusa_heads.files import replace_json
+from medusa_heads.files import expanded, replace_json
 from medusa_heads.target.fingerprint import weights_sums
 from medusa_heads.target.recurrent import is_recurrent
 from medusa_heads.target.target import TargetModel
@@ -85,7 +84,7 @@ class Run:
         sharding: Sharding | None = None,
         features: Sequence[int] | None = None,
     ) -> None:
-        self.output = Path(output_dir)
+        self.output = expanded(output_dir)
         self.args = copy.copy(args)
         self.args.output_dir = str(self.output)
         self._overwrite = overwrite = overwrite_output_dir

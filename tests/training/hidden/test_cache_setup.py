@@ -5,13 +5,19 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
 
 from medusa_heads.training.arguments.cache import CacheArguments
+from medusa_heads.training.arguments.data import DataArguments
+from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
+from medusa_heads.training.runs.heads import train_heads
+from medusa_heads.training.runs.resumable import find_checkpoint
 from tests.training.cache_runs import SHAPES, Runs, same
 
 Rows = Callable[..., Dataset]
@@ -136,3 +142,28 @@ def test_settings_are_checked() -> None:
         CacheArguments(hidden_cache_dir="somewhere").check(joint=False)
     with pytest.raises(ValueError, match="hidden_cache_dtype is given but hidden_cache is off"):
         CacheArguments(hidden_cache_dtype="bfloat16").check(joint=False)
+
+
+def test_a_home_that_is_written_short_is_no_folder_of_that_name(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a YAML file, or behind `--output_dir=`, where no shell writes it out."""
+    home, here = tmp_path / "home", tmp_path / "here"
+    here.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    given = OptimisationArguments("~/run", num_train_epochs=1, training_args={"use_cpu": True})
+    assert given.output_dir == str(home / "run")
+    told: dict[str, Any] = {
+        "config": runs.shape,
+        "hidden_cache": CacheArguments("auto", "~/states"),
+    }
+    told |= {"training_args": to_training_arguments(given, "shared")}
+    texts = runs.texts
+    train_heads(runs.target, texts[0], eval_dataset=texts[1], output_dir="~/run", **told)
+    assert (home / "run" / "metrics.json").is_file() and any((home / "states").iterdir())
+    assert not any(here.iterdir())
+    (checkpoint,) = (home / "run").glob("checkpoint-*")
+    assert find_checkpoint(f"~/run/{checkpoint.name}", home / "run") == str(checkpoint)
+    (home / "chat.jinja").write_text("{{ messages }}")
+    assert DataArguments(chat_template="~/chat.jinja").template_text() == "{{ messages }}"
