@@ -26,7 +26,7 @@ from medusa_heads.checkpoint.files import (
 from medusa_heads.checkpoint.stored_heads import StoredHeads, read_stored, read_vocab_matrix
 from medusa_heads.checkpoint.tensor_file import check_no_notes
 from medusa_heads.contents import SIDECAR_FILE
-from medusa_heads.files import read_json
+from medusa_heads.files import expanded, read_json
 from medusa_heads.hub.card import is_generated, make_card
 from medusa_heads.hub.folder import own_file, own_files
 from medusa_heads.hub.names import check_repo_id
@@ -81,7 +81,7 @@ def prepare_push(
             heads; it is the target's, and under the target's licence.
     """
     check_repo_id(repo_id)
-    folder = Path(checkpoint)
+    folder = expanded(checkpoint)
     found = own_files(folder, KEPT_FILES)
     stored = read_stored(folder)  # nobody is handed damaged heads
     target, revision = published_target(folder, stored.target, base_model)
@@ -164,7 +164,7 @@ def _add_benchmark(
 ) -> None:
     """`medusa-heads benchmark --report FOLDER` calls its files as training does: told apart, and
     pushed under names of their own."""
-    path = Path(given) if given is not None else folder / BENCHMARK_FILE
+    path = expanded(given) if given is not None else folder / BENCHMARK_FILE
     if given is None and BENCHMARK_FILE not in found:
         path = folder / REPORT_FILE
         if REPORT_FILE not in found or not _is_benchmark(read_json(path)):

@@ -269,6 +269,15 @@ def test_damaged_heads_are_not_published(hub: LocalHub, checkpoint: Path) -> Non
         prepare_push(checkpoint / "checkpoint-8", "alice/heads")
 
 
+def test_a_home_may_be_written_short(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(checkpoint.parent))
+    prepared = prepare_push(f"~/{checkpoint.name}", "alice/heads")
+    assert prepared == prepare_push(checkpoint, "alice/heads")
+    missing = f"~/{checkpoint.name}/none.json"
+    with pytest.raises(ValueError, match=f"JSON file at '{checkpoint}/none.json', found none"):
+        prepare_push(checkpoint, "alice/heads", benchmark=missing)
+
+
 @pytest.mark.parametrize(("revision", "known"), [("0" * 40, True), (None, False)])
 def test_a_name_without_a_user_is_the_hubs_only_where_it_came_from_there(
     checkpoint: Path, revision: str | None, known: bool
