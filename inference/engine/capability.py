@@ -54,6 +54,9 @@ def capability(target: TargetModel) -> Capability:
             with _trying(target, "several new tokens over a cache"), unpacked():
                 known[type(target)] = _examine(target)
         except UnsupportedArchitecture as error:
+            if target.model.training:
+                why = f"{target.config.model_type} is in training mode, and {error.reason}"
+                raise UnsupportedArchitecture(why, "call its eval() first") from error
             if not isinstance(target, CompiledTarget):
                 raise
             capability(TargetModel(target.model))  # where that fails too, it says more

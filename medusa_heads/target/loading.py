@@ -234,9 +234,14 @@ def _on_hub(name: str) -> bool:
     return not is_path(name) and not Path(name).is_dir()
 
 
-def without_adapter_wrapper(model: PreTrainedModel) -> PreTrainedModel:
-    """The transformers model inside a peft wrapper; its adapter layers stay active within it.
-    Raises ValueError: the adapter adds prompt tokens."""
+def unwrapped(model: PreTrainedModel) -> PreTrainedModel:
+    """The transformers model inside wrappers: of several devices, of torch.compile (what is
+    compiled is said here), and of peft, whose layers stay active within it. Raises ValueError: the
+    adapter adds prompt tokens."""
+    if hasattr(model, "_orig_mod") or hasattr(model, "module"):
+        from accelerate.utils import extract_model_from_parallel
+
+        model = extract_model_from_parallel(model, keep_torch_compile=False)
     if not hasattr(model, "peft_config"):
         return model
     active = getattr(model, "active_peft_config", None)

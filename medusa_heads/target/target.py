@@ -27,7 +27,7 @@ from medusa_heads.target.attention import (
 from medusa_heads.target.cache import RowCache
 from medusa_heads.target.features import HiddenReader
 from medusa_heads.target.fingerprint import lm_head_sha256, weights_sha256
-from medusa_heads.target.loading import load_causal_lm, without_adapter_wrapper
+from medusa_heads.target.loading import load_causal_lm, unwrapped
 from medusa_heads.target.packed import UNPACKED, PackedMatrices
 from medusa_heads.target.recurrent import RecurrentCache, is_recurrent
 from medusa_heads.target.scans import scans_go_on
@@ -59,7 +59,7 @@ class TargetModel(HiddenReader):
     one_shape = False
 
     def __init__(self, model: PreTrainedModel) -> None:
-        model = without_adapter_wrapper(model)
+        model = unwrapped(model)
         if model.get_output_embeddings() is None:
             raise ValueError(
                 f"{type(model).__name__} has no lm_head: a causal language model is needed"

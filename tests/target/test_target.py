@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from accelerate import cpu_offload
+from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
+from medusa_heads import TrainingFreeModel
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
@@ -53,6 +58,20 @@ def test_weights_digest_sees_every_weight(tiny_llama: TinyLlama) -> None:
     with torch.no_grad():
         target.model.model.norm.weight[3] += 1e-3
     assert target.weights_digest() != before
+
+
+@pytest.mark.parametrize("wrap", [partial(torch.compile, backend="eager"), nn.DataParallel])
+def test_the_model_inside_a_wrapper_is_decoded(
+    tiny_llama: TinyLlama, wrap: Callable[[Any], Any]
+) -> None:
+    model: Any = tiny_llama()
+    target = TargetModel(wrap(model))
+    assert target.model is model
+    ids_1T = torch.arange(1, 13)[None]
+    options: Any = {"attention_mask": torch.ones_like(ids_1T), "max_new_tokens": 8}
+    options |= {"do_sample": False, "pad_token_id": 0}
+    got = TrainingFreeModel(wrap(model)).generate(ids_1T, **options)
+    assert torch.equal(got, model.generate(ids_1T, **options))
 
 
 def test_missing_model_is_one_sentence(tmp_path: Path) -> None:

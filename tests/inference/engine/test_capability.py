@@ -88,6 +88,19 @@ def test_what_only_compiled_steps_cannot_do_is_told_to_do_without(compile: Any) 
         MedusaModel(model, heads, tree="chain", compile=compile)
 
 
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_model_in_training_is_told_to_leave_it(tiny_llama: TinyLlama, checkpoints: bool) -> None:
+    """Where that matters: it drops some of what it says, or keeps no cache."""
+    model = tiny_llama().train()
+    assert capability(TargetModel(model)) == "tree"
+    model = tiny_llama(attention_dropout=0.0 if checkpoints else 0.3).train()
+    if checkpoints:
+        model.gradient_checkpointing_enable()
+    with pytest.raises(UnsupportedArchitecture, match=r"is in training mode, and .*: call its ev"):
+        capability(TargetModel(model))
+    assert capability(TargetModel(model.eval())) == "tree"
+
+
 def test_positions_are_those_of_generate() -> None:
     """Left to itself, RoBERTa counts positions from its padding id on; generate() does not."""
     config = RobertaConfig(
