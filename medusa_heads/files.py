@@ -172,7 +172,7 @@ def is_path(name: str) -> bool:
 def check_folder(folder: str | os.PathLike[str]) -> None:
     """See beforehand whether files can be written to a folder; nothing is made. ValueError where a
     file stands in its place, or nothing may be written to it."""
-    path = Path(folder).absolute()
+    path = expanded(folder).absolute()
     there = next(place for place in (path, *path.parents) if place.exists())
     if not there.is_dir():
         raise ValueError(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.files import replace_file, replace_json
+from medusa_heads.files import expanded, replace_file, replace_json
 from medusa_heads.inference.bench.methods import STREAM
 from medusa_heads.inference.bench.plots import draw, setting_title, where_measured
 from medusa_heads.tables import SPEEDS, Rows, formatted, in_markdown, on_screen
@@ -132,7 +132,7 @@ def write_report(
 ) -> tuple[Path, Path, Path]:
     """Write what `benchmark` returned as three files, each beside its place first, and return their
     paths; the heads' statistics are drawn beside. Raises OSError: the folder cannot be written."""
-    png_file = Path(folder) / PNG_FILE
+    png_file = expanded(folder) / PNG_FILE
     png_file.parent.mkdir(parents=True, exist_ok=True)
     draw(report, statistics, png_file)
     # The numbers last: where they are, the rest is too.
@@ -142,7 +142,7 @@ def write_report(
 def write_numbers(folder: str | os.PathLike[str], report: Mapping[str, Any]) -> tuple[Path, Path]:
     """The report without its picture, which needs matplotlib; returns the two paths. Raises
     OSError: the folder cannot be written."""
-    path = Path(folder)
+    path = expanded(folder)
     path.mkdir(parents=True, exist_ok=True)
     json_file, markdown_file = path / JSON_FILE, path / MARKDOWN_FILE
     replace_file(markdown_file, markdown(report))

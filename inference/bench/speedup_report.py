@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.files import replace_json
+from medusa_heads.files import expanded, replace_json
 from medusa_heads.inference.bench.plots import speedup_axes, target_name, where_measured
 from medusa_heads.pictures import Line, draw_lines, save_picture
 from medusa_heads.tables import formatted, on_screen
@@ -144,7 +144,7 @@ def memory_sentence(report: Mapping[str, Any]) -> str | None:
 def write_analysis(folder: str | os.PathLike[str], report: Mapping[str, Any]) -> tuple[Path, Path]:
     """Write `analysis.json` and `analysis.png`, each beside its place first; return their paths.
     Raises OSError: the folder cannot be written."""
-    json_file, png_file = Path(folder) / "analysis.json", Path(folder) / "analysis.png"
+    json_file, png_file = (expanded(folder) / f"analysis.{kind}" for kind in ("json", "png"))
     png_file.parent.mkdir(parents=True, exist_ok=True)
     save_picture(png_file, partial(_draw, report=report), size=(12.8, 4.4))
     # The numbers last: where they are, the picture is too.

@@ -17,12 +17,12 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 from tqdm.auto import tqdm
 
+from medusa_heads.files import expanded
 from medusa_heads.inference.regeneration.answers import (
     EARLIER_TURN,
     TOO_LONG,
@@ -116,7 +116,7 @@ def answer_dialogues(
         raise ValueError(f"expected a greedy_share between 0 and 1, got {greedy_share}")
     described = backend.describe() | {"sampling": asdict(sampling)}
     accounting = Accounting()
-    with closing(AnswerStore(Path(cache_dir), described)) as store:
+    with closing(AnswerStore(expanded(cache_dir), described)) as store:
         ask = partial(_questions, sampling=sampling, backend=backend, greedy_share=greedy_share)
         with _Progress(len(dialogues), "target's text", progress) as bar:
             asking = _Asking(map(ask, dialogues), bar.done)

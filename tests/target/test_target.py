@@ -70,8 +70,8 @@ def test_the_model_inside_a_wrapper_is_decoded(
     ids_1T = torch.arange(1, 13)[None]
     options: Any = {"attention_mask": torch.ones_like(ids_1T), "max_new_tokens": 8}
     options |= {"do_sample": False, "pad_token_id": 0}
-    got = TrainingFreeModel(wrap(model)).generate(ids_1T, **options)
-    assert torch.equal(got, model.generate(ids_1T, **options))
+    got: Any = TrainingFreeModel(wrap(model)).generate(ids_1T, **options)
+    assert torch.equal(got, model.generate(ids_1T, **options))  # type: ignore[operator]
 
 
 def test_missing_model_is_one_sentence(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from medusa_heads.cli.choices import apply_choice, print_choices
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.errors import MedusaWarning
+from medusa_heads.files import expanded
 from medusa_heads.inference.regeneration.arguments import RegenerateArguments, longest_answer
 from medusa_heads.settings import mapping
 
@@ -36,7 +37,7 @@ def regenerate(arguments: RegenerateArguments) -> None:
     from medusa_heads.target.loading import find_tokenizer
 
     disable_progress_bar()
-    folder = Path(arguments.output_dir)
+    folder = expanded(arguments.output_dir)
     shard = (arguments.shard_index, arguments.num_shards)
     check_output(folder, shard)
     options = mapping(arguments, "chat_template_kwargs")

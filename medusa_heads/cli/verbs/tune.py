@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medusa_heads.cli.choices import print_choices
 from medusa_heads.cli.decoding import load_measured_model
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.flags.decoding import MeasureArguments
-from medusa_heads.files import check_folder
+from medusa_heads.files import check_folder, expanded
 from medusa_heads.settings import flag
 from medusa_heads.tables import on_screen
 
@@ -38,11 +37,12 @@ def tune(arguments: TuneArguments) -> None:
         raise ValueError("expected a context and a batch size of at least 1")
     if arguments.write is not None and len(arguments.context) > 1:
         raise ValueError("--write takes the tree of one context: give one --context")
-    if arguments.write is not None and not Path(arguments.write).parent.is_dir():
-        raise ValueError(f"expected a folder at {str(Path(arguments.write).parent)!r}, found none")
-    if arguments.write is not None:
-        check_folder(Path(arguments.write).parent)
-        if Path(arguments.write).is_dir():
+    written = None if arguments.write is None else expanded(arguments.write)
+    if written is not None:
+        if not written.parent.is_dir():
+            raise ValueError(f"expected a folder at {str(written.parent)!r}, found none")
+        check_folder(written.parent)
+        if written.is_dir():
             raise ValueError(
                 f"expected a file to write at {arguments.write!r}, found a folder: choose another"
             )
@@ -71,14 +71,14 @@ def tune(arguments: TuneArguments) -> None:
         batch = f", batch of {arguments.batch_size}" if arguments.batch_size > 1 else ""
         console.print(_table(sizes, f"{dtype}, {context} tokens of context{batch}"))
     print(f"Measurements are kept in {measurement_folder()}")
-    if arguments.write is not None:
+    if written is not None:
         fixed = [size for size in sizes if size.tree.startswith(("static:", "chain:"))]
         best = max(fixed, key=lambda size: size.tokens_per_second)
         chain = [(0,) * depth for depth in range(1, best.nodes + 1)]
         is_chain = best.tree.startswith("chain:")
         choices = chain if is_chain else model.statistics.choices(best.nodes)
-        write_choices(arguments.write, choices)
-        print(f"{best.tree} written to {arguments.write}")
+        write_choices(written, choices)
+        print(f"{best.tree} written to {written}")
 
 
 def _table(sizes: Sequence[TreeSize], title: str) -> Table:

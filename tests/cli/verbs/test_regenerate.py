@@ -45,10 +45,15 @@ def run(folder: Path, output: Path, *more: str) -> int:
 
 
 def test_train_heads_learns_from_what_regenerate_wrote(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     output = tmp_path / "own"
-    assert run(folder, output) == 0
+    with monkeypatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path))
+        assert run(folder, Path("~/own")) == 0
     shown = capsys.readouterr().out
     assert "asked 6 = done 6 + failed 0 + skipped 0" in shown and str(output) in shown
     rows = load_from_disk(str(output))

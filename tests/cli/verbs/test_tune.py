@@ -18,7 +18,11 @@ from tests.conftest import Refused
 
 
 def test_measures_once_and_marks_the_fastest(
-    speaker: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    speaker: Path,
+    cache: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     heads = str(speaker / "heads")
     assert main([heads]) == 0
@@ -32,7 +36,8 @@ def test_measures_once_and_marks_the_fastest(
     measured["values"]["static:7"] = [1e-9, 0.0]
     kept.write_text(json.dumps(measured))
     tree = tmp_path / "tree.json"
-    assert main([heads, "--write", str(tree)]) == 0
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main([heads, "--write=~/tree.json"]) == 0
     shown = capsys.readouterr().out
     (marked,) = (line for line in shown.splitlines() if "<- fastest" in line)
     assert "static:7" in marked and f"static:7 written to {tree}" in shown

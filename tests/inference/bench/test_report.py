@@ -92,6 +92,13 @@ def test_files_are_written_and_replaced(report: dict[str, Any], tmp_path: Path) 
     assert png_file.read_bytes()[20:24] < tall
 
 
+def test_a_report_in_the_users_home(
+    report: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert write_report("~/new", report)[0] == tmp_path / "new" / "report.json"
+
+
 def test_a_failure_leaves_the_old_report(
     report: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -217,7 +217,10 @@ def test_an_analysis_in_full(tiny_llama: TinyLlama, tmp_path: Path, chain_only: 
     full = memory_sentence(report | {"memory_free": 29})
     assert full is not None and full.startswith("4 rows of such texts do not fit")
     assert len(tables(report)) == 5 and break_even_sentence(report).startswith("Drafting pays ")
-    numbers, picture = write_analysis(tmp_path / "new" / "folder", report)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path))
+        numbers, picture = write_analysis("~/new/folder", report)
+    assert picture.parent == tmp_path / "new" / "folder"
     assert json.loads(numbers.read_text()) == report
     assert picture.read_bytes().startswith(b"\x89PNG") and len(list(picture.parent.iterdir())) == 2
     assert "grown" not in break_even_sentence(report)
