@@ -18,6 +18,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MEDUSA_HEADS_CACHE"] = os.environ["HF_HOME"] + "/medusa-heads"
 # Inductor keeps code by its graph alone, also for a processor that had longer vectors.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["HF_HOME"] + "/inductor"
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a process that helps would import torch first
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny matrices: more threads only wait for each other
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -49,10 +50,18 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(cores, MOST_WORKERS)
 
 
-def pytest_collection_finish() -> None:
-    """A full garbage collection, which each training run asks for, leaves out what was imported."""
+# Nothing of what is imported, or rewritten for its assertions, is garbage.
+gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """A full garbage collection, which each training run asks for, leaves out what was imported.
+    Traced graphs make many objects, few of them in circles: the young are looked at less often."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:
