@@ -74,8 +74,8 @@ test-vllm-033: $(VLLM_033) ## the same for the plugin on vLLM 0.33, of which the
 lint: $(STAMP) ## check style, types and the layering of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/mypy --num-workers 2
 
 format: $(STAMP) ## rewrite the sources in the house style
 	$(BIN)/ruff check --fix .
@@ -89,7 +89,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=python3.x." if sys.version_info < (3, 10) else 0)'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "Making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "Installing dependencies into $(VENV) (several minutes the first time)"
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --editable '.[dev]'
+	@# pip compiles with one core, and the libraries' own tests as well; some files are for other Pythons.
+	@$(BIN)/python -m compileall -qq -j 0 -x '/tests/' $(VENV)/lib || true
 	@touch $@
 
 $(LOWEST_STAMP): pyproject.toml constraints-lowest.txt
