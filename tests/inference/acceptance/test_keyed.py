@@ -50,7 +50,7 @@ def text(model: Any, prompts: list[list[int]] | None = None, seed: int = 3, **mo
     padded = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts], **here)
     mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts], **here)
     torch.manual_seed(seed)
-    options = {"max_new_tokens": 40, "pad_token_id": 0, **SAMPLING, **more}
+    options = {"max_new_tokens": 31, "pad_token_id": 0, **SAMPLING, **more}
     return model.generate(padded, attention_mask=mask, **options)[:, longest:]
 
 
@@ -67,8 +67,8 @@ def drafting(target: TargetModel, heads: Any, tree: str) -> MedusaModel:
 def test_what_is_drafted_changes_no_token(
     target: TargetModel, heads: Any, undrafted: Tensor
 ) -> None:
-    short: dict[str, Any] = {"max_new_tokens": 16}
-    plain = undrafted[:, :16]
+    short: dict[str, Any] = {"max_new_tokens": 12}
+    plain = undrafted[:, :12]
     for name in ("chain", "7", "static:15", "dynamic:12", "auto", "7+suffix", "suffix"):
         assert torch.equal(text(drafting(target, heads, name), **short), plain), name
     for name in ("recycling", "recycling:7", "auto", "early_exit:2", "lookahead"):
@@ -92,7 +92,7 @@ def test_a_seed_fixes_the_text_and_the_next_call_writes_another(
     model = drafting(target, heads, "7")
     ids = torch.tensor([PROMPT], device=target.device)
     inputs: Any = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    inputs |= {"max_new_tokens": 40, "pad_token_id": 0, **SAMPLING}
+    inputs |= {"max_new_tokens": 24, "pad_token_id": 0, **SAMPLING}
     texts: list[Any] = []
     for seeded in (True, False, True):
         if seeded:
@@ -108,7 +108,7 @@ def test_scores_are_handed_out_and_change_no_draw(target: TargetModel, heads: An
     torch.manual_seed(3)
     ids = torch.tensor([PROMPT], device=target.device)
     mask = torch.ones_like(ids)
-    options: Any = {"max_new_tokens": 40, "pad_token_id": 0, **SAMPLING, **asked}
+    options: Any = {"max_new_tokens": 31, "pad_token_id": 0, **SAMPLING, **asked}
     out: Any = model.generate(ids, attention_mask=mask, **options)
     assert torch.equal(out.sequences[:, len(PROMPT) :], text(model))
     with torch.no_grad():

@@ -46,7 +46,7 @@ def every_case() -> Iterator[Any]:
         yield pytest.param(*machine, right, copied, id="-".join(words), marks=marks)
 
 
-@pytest.mark.parametrize(("machine", "rows", "even", "right", "copied"), every_case())
+@pytest.mark.parametrize(("machine", "rows", "even", "right", "copied"), [*every_case()])
 def test_auto_keeps_up_with_the_best_fixed_way(
     monkeypatch: pytest.MonkeyPatch,
     machine: Machine,

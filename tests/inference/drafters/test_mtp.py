@@ -27,7 +27,7 @@ from tests.inference.native_modules import (
     write_checkpoint,
 )
 from tests.inference.padded import padded
-from tests.inference.recurrent import written
+from tests.inference.recurrent import written as written_by
 
 pytestmark = [
     needs_modules,
@@ -62,6 +62,10 @@ def targets(folders: dict[str, Path]) -> dict[str, TargetModel]:
 
 def prompts(rows: int) -> dict[str, Any]:
     return padded((0, 4, 9, 2)[:rows], 13, range(3, 190))
+
+
+def written(model: Any, inputs: dict[str, Any], **options: Any) -> Any:
+    return written_by(model, inputs, **{"max_new_tokens": 32} | options)
 
 
 DRAWN: dict[str, Any] = {"do_sample": True, "temperature": 0.3, "top_k": 0}

@@ -32,7 +32,7 @@ from tests.inference.reference import reference
 
 VOCAB = 199
 PROMPT = 21
-NEW = 40
+NEW = 28
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,

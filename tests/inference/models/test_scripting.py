@@ -24,7 +24,7 @@ from tests.replayed import noted_sizes, text, with_heads
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's steps are recorded")
 
 BEGINS = Scripting._begins
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40}
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 28}
 
 
 @pytest.fixture(autouse=True)

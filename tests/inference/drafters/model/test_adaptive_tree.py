@@ -48,7 +48,7 @@ def test_equals_generate(pair: tuple[Any, Any], costs: Costs) -> None:
             "attention_mask": mask_BT[:rows],
         }
         inputs["attention_mask"] = inputs["attention_mask"].to(DEVICE)
-        for options in ({"max_new_tokens": 30}, {"max_new_tokens": 40, "eos_token_id": 2}):
+        for options in ({"max_new_tokens": 20}, {"max_new_tokens": 26, "eos_token_id": 2}):
             settings: dict[str, Any] = {**inputs, **options, "do_sample": False, "pad_token_id": 0}
             got_BT: Any = model.generate(**settings)
             assert torch.equal(got_BT, reference(target, **settings))
@@ -96,7 +96,7 @@ def test_trees_are_as_wide_as_pays(
 ) -> None:
     target, draft = pair
     options: dict[str, Any] = {"do_sample": drawn, "temperature": 0.5 if drawn else None}
-    options["max_new_tokens"] = 150
+    options["max_new_tokens"] = 110
     tokens_per_step = {}
     for name, chain_only in (("tree", False), ("chain", True)):
         torch.manual_seed(0)
