@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import random
 import sys
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from typing import Any, Literal
 
 from medusa_heads.cli.flags.arguments import command
+from medusa_heads.settings import flag
 
 PLAIN, ADAPTIVE = "none", "adaptive"
 
@@ -23,25 +24,16 @@ PLAIN, ADAPTIVE = "none", "adaptive"
 class Arguments:
     """What to measure."""
 
-    draft: str = field(metadata={"help": "a folder written by train-draft"})
-    target: str | None = field(default=None, metadata={"help": "default: the one the draft names"})
-    lengths: list[int] = field(
-        default_factory=lambda: [1, 2, 3, 4, 6, 8], metadata={"help": "fixed lengths to compare"}
-    )
-    sets: list[str] = field(
-        default_factory=lambda: ["code", "prose", "numbers"],
-        metadata={"help": "of code, prose and numbers"},
-    )
-    dtype: Literal["bfloat16", "float32"] = field(
-        default="bfloat16", metadata={"help": "of both models"}
-    )
-    num_prompts: int = field(default=8, metadata={"help": "prompts in each set"})
-    prompt_length: int = field(default=64, metadata={"help": "tokens in each"})
-    max_new_tokens: int = field(default=128, metadata={"help": "tokens after each"})
-    temperature: float | None = field(
-        default=None, metadata={"help": "of drawn text and drafts; default: greedy"}
-    )
-    seed: int = field(default=1, metadata={"help": "of the prompts and the sampling"})
+    draft: str = flag(MISSING, "a folder written by train-draft")
+    target: str | None = flag(None, "default: the one the draft names")
+    lengths: list[int] = flag([1, 2, 3, 4, 6, 8], "fixed lengths to compare")
+    sets: list[str] = flag(["code", "prose", "numbers"], "of code, prose and numbers")
+    dtype: Literal["bfloat16", "float32"] = flag("bfloat16", "of both models")
+    num_prompts: int = flag(8, "prompts in each set")
+    prompt_length: int = flag(64, "tokens in each")
+    max_new_tokens: int = flag(128, "tokens after each")
+    temperature: float | None = flag(None, "of drawn text and drafts; default: greedy")
+    seed: int = flag(1, "of the prompts and the sampling")
 
 
 def compare(arguments: Arguments) -> None:

@@ -11,7 +11,7 @@ of the standard library and on held-out continuations that it wrote before.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from transformers import HfArgumentParser
 
 from medusa_heads import HeadsConfig, MedusaModel, TargetModel, train_heads
 from medusa_heads.files import replace_json
+from medusa_heads.settings import flag
 from medusa_heads.training.arguments.joint_config import JointConfig
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
@@ -58,18 +59,14 @@ NAMES = {
 class CompareArguments:
     """How much text, and where the results go."""
 
-    recipes: list[str] = field(
-        default_factory=lambda: list(RECIPES), metadata={"help": f"Of {', '.join(RECIPES)}."}
-    )
-    num_prompts: int = field(default=2048, metadata={"help": "Prompts to learn from."})
-    num_eval_prompts: int = field(default=192, metadata={"help": "Held-out prompts."})
-    num_decoded: int = field(default=192, metadata={"help": "Of these, how many are decoded."})
-    text: str | None = field(
-        default=None, metadata={"help": "Folder of such rows, instead of writing them anew."}
-    )
-    held_out: str | None = field(default=None, metadata={"help": "Likewise, of held-out rows."})
-    workers: int = field(default=2, metadata={"help": "Processes that generate text."})
-    output_dir: Path = field(default=Path("runs/joint"), metadata={"help": "Results and texts."})
+    recipes: list[str] = flag(list(RECIPES), f"Of {', '.join(RECIPES)}.")
+    num_prompts: int = flag(2048, "Prompts to learn from.")
+    num_eval_prompts: int = flag(192, "Held-out prompts.")
+    num_decoded: int = flag(192, "Of these, how many are decoded.")
+    text: str | None = flag(None, "Folder of such rows, instead of writing them anew.")
+    held_out: str | None = flag(None, "Likewise, of held-out rows.")
+    workers: int = flag(2, "Processes that generate text.")
+    output_dir: Path = flag(Path("runs/joint"), "Results and texts.")
 
     def __post_init__(self) -> None:
         check_recipes(self.recipes, RECIPES)

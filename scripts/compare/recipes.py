@@ -35,6 +35,7 @@ from medusa_heads import HeadsConfig, TargetModel, train_heads
 from medusa_heads.config import IGNORED
 from medusa_heads.files import replace_json
 from medusa_heads.heads import DraftHeads
+from medusa_heads.settings import flag
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.measure.calibration import measure_heads
@@ -132,16 +133,12 @@ RECIPES = {
 class CompareArguments:
     """How much text, and where the results go."""
 
-    recipes: list[str] = field(
-        default_factory=lambda: list(RECIPES), metadata={"help": f"Of {', '.join(RECIPES)}."}
-    )
-    num_prompts: list[int] = field(
-        default_factory=lambda: [6144], metadata={"help": "Prompts to learn from, each for itself."}
-    )
-    num_eval_prompts: int = field(default=256, metadata={"help": "Held-out prompts."})
-    num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the text."})
-    workers: int = field(default=2, metadata={"help": "Processes that generate text."})
-    output_dir: Path = field(default=Path("runs/recipes"), metadata={"help": "Results and caches."})
+    recipes: list[str] = flag(list(RECIPES), f"Of {', '.join(RECIPES)}.")
+    num_prompts: list[int] = flag([6144], "Prompts to learn from, each for itself.")
+    num_eval_prompts: int = flag(256, "Held-out prompts.")
+    num_train_epochs: float = flag(1.0, "Passes over the text.")
+    workers: int = flag(2, "Processes that generate text.")
+    output_dir: Path = flag(Path("runs/recipes"), "Results and caches.")
 
     def __post_init__(self) -> None:
         check_recipes(self.recipes, RECIPES)

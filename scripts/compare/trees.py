@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +31,7 @@ from medusa_heads.cli.flags.decoding import ModelArguments
 from medusa_heads.inference.bench.prompts import held_out_prompts
 from medusa_heads.inference.plan.tree_size import expected_tokens, fastest, tune
 from medusa_heads.machine import describe_machine
+from medusa_heads.settings import flag
 from scripts.measure.written import write_report
 
 PLAIN = "transformers generate"
@@ -40,19 +41,18 @@ PLAIN = "transformers generate"
 class CompareArguments:
     """What to compare."""
 
-    checkpoint: str = field(metadata={"help": "heads checkpoint folder"})
-    trees: list[str] = field(
-        default_factory=list,
-        metadata={"help": "as generate() takes them; default: auto and all that it chooses from"},
+    checkpoint: str = flag(MISSING, "heads checkpoint folder")
+    trees: list[str] = flag(
+        [], "as generate() takes them; default: auto and all that it chooses from"
     )
-    batch_size: int = field(default=1, metadata={"help": "texts decoded together"})
-    num_batches: int = field(default=8, metadata={"help": "of different prompts"})
-    prompt_length: int = field(default=64, metadata={"help": "tokens of the longest prompts"})
-    max_new_tokens: int = field(default=128, metadata={"help": "behind each prompt"})
-    temperature: float = field(default=0.0, metadata={"help": "0 decodes greedily"})
-    dtype: str = field(default="bfloat16", metadata={"help": "of the target"})
-    device: str | None = field(default=None, metadata={"help": "such as cuda"})
-    output: str = field(default="runs/compare_trees.json", metadata={"help": "the numbers"})
+    batch_size: int = flag(1, "texts decoded together")
+    num_batches: int = flag(8, "of different prompts")
+    prompt_length: int = flag(64, "tokens of the longest prompts")
+    max_new_tokens: int = flag(128, "behind each prompt")
+    temperature: float = flag(0.0, "0 decodes greedily")
+    dtype: str = flag("bfloat16", "of the target")
+    device: str | None = flag(None, "such as cuda")
+    output: str = flag("runs/compare_trees.json", "the numbers")
 
 
 def write(arguments: CompareArguments) -> None:

@@ -46,6 +46,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from medusa_heads.data.corpus import standard_library
 from medusa_heads.files import move_in, staging
 from medusa_heads.machine import choose
+from medusa_heads.settings import flag
 from scripts.demo.tokens import to_blocks, train_tokenizer
 
 SHORTEST, LONGEST = 200, 200_000  # characters: neither empty package markers nor generated tables
@@ -56,25 +57,20 @@ TIMED_STEPS = 5
 class TargetArguments:
     """What is trained, on what."""
 
-    packages: list[str] = field(
-        default_factory=lambda: ["sympy", "networkx", "pandas", "numpy", "fsspec", "rich"],
-        metadata={"help": "Installed packages to train on besides the standard library."},
+    packages: list[str] = flag(
+        ["sympy", "networkx", "pandas", "numpy", "fsspec", "rich"],
+        "Installed packages to train on besides the standard library.",
     )
-    max_files: int | None = field(default=None, metadata={"help": "Train on that many files only."})
-    model_type: Literal["llama", "qwen3_5_text"] = field(
-        default="llama",
-        metadata={"help": "qwen3_5_text: two gated delta layers to a layer of attention."},
+    max_files: int | None = flag(None, "Train on that many files only.")
+    model_type: Literal["llama", "qwen3_5_text"] = flag(
+        "llama", "qwen3_5_text: two gated delta layers to a layer of attention."
     )
-    vocab_size: int = field(default=4096, metadata={"help": "Tokens in the vocabulary."})
-    hidden_size: int = field(default=384, metadata={"help": "Width; heads are 64 wide each."})
-    num_layers: int = field(default=6, metadata={"help": "Transformer layers."})
-    sequence_length: int = field(default=512, metadata={"help": "Tokens per training sequence."})
-    eval_sequences: int = field(
-        default=128, metadata={"help": "Held-out sequences to measure on, 0 for all."}
-    )
-    evaluate: str | None = field(
-        default=None, metadata={"help": "Measure the model in this folder on held-out text, only."}
-    )
+    vocab_size: int = flag(4096, "Tokens in the vocabulary.")
+    hidden_size: int = flag(384, "Width; heads are 64 wide each.")
+    num_layers: int = flag(6, "Transformer layers.")
+    sequence_length: int = flag(512, "Tokens per training sequence.")
+    eval_sequences: int = flag(128, "Held-out sequences to measure on, 0 for all.")
+    evaluate: str | None = flag(None, "Measure the model in this folder on held-out text, only.")
 
     def __post_init__(self) -> None:
         if self.hidden_size < 128 or self.hidden_size % 128:
@@ -86,14 +82,10 @@ class PretrainArguments(TrainingArguments):
     """transformers' TrainingArguments with defaults for this model, and two fields more."""
 
     output_dir: str | None = "runs/demo-target"
-    minutes: float | None = field(
-        default=None,
-        metadata={"help": "Time a few steps, then set --max_steps to fill that many minutes."},
+    minutes: float | None = flag(
+        None, "Time a few steps, then set --max_steps to fill that many minutes."
     )
-    resume: bool = field(
-        default=False,
-        metadata={"help": "Go on from the last checkpoint, to the steps it was started for."},
-    )
+    resume: bool = flag(False, "Go on from the last checkpoint, to the steps it was started for.")
     max_steps: int = 1150
     per_device_train_batch_size: int = 16
     per_device_eval_batch_size: int = 16
@@ -105,9 +97,8 @@ class PretrainArguments(TrainingArguments):
     )
     weight_decay: float = 0.1
     adam_beta2: float = 0.95
-    bf16: bool | None = field(  # type: ignore[assignment]
-        default=None,
-        metadata={"help": "Train in bf16 autocast. Default: where this machine is faster so."},
+    bf16: bool | None = flag(
+        None, "Train in bf16 autocast. Default: where this machine is faster so."
     )
     eval_strategy: str = "steps"
     eval_steps: float | None = 100

@@ -15,12 +15,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
 from medusa_heads.cli.verbs.benchmark import DECODINGS
 from medusa_heads.machine import find_device
+from medusa_heads.settings import flag
 
 if TYPE_CHECKING:
     import torch
@@ -33,40 +34,25 @@ if TYPE_CHECKING:
 class Arguments:
     """What to grow, and what to measure on it."""
 
-    heads: str = field(
-        default="assets/demo-heads",
-        metadata={"help": "heads checkpoint, which names the small target that it belongs to"},
+    heads: str = flag(
+        "assets/demo-heads", "heads checkpoint, which names the small target that it belongs to"
     )
-    shape: Literal["own", "0.1b", "1b", "7b"] = field(
-        default="own", metadata={"help": "what they are grown to; own: measured as they are"}
+    shape: Literal["own", "0.1b", "1b", "7b"] = flag(
+        "own", "what they are grown to; own: measured as they are"
     )
-    methods: list[str] = field(
-        default_factory=lambda: ["plain", "transformers-prompt-lookup", "heads:auto"],
-        metadata={"help": "as of medusa-heads benchmark, without those of a draft model"},
+    methods: list[str] = flag(
+        ["plain", "transformers-prompt-lookup", "heads:auto"],
+        "as of medusa-heads benchmark, without those of a draft model",
     )
-    dtype: Literal["bfloat16", "float32"] = field(
-        default="bfloat16", metadata={"help": "of the weights"}
-    )
-    decodings: list[str] = field(
-        default_factory=lambda: ["greedy"], metadata={"help": "greedy, sampled, or both"}
-    )
-    batch_sizes: list[int] = field(
-        default_factory=lambda: [1], metadata={"help": "prompts decoded together"}
-    )
-    num_prompts: int = field(
-        default=8, metadata={"help": "prompts for each batch size, and two batches at least"}
-    )
-    prompt_length: int = field(default=64, metadata={"help": "tokens in each prompt"})
-    max_new_tokens: int = field(default=128, metadata={"help": "tokens after each prompt"})
-    device: str | None = field(
-        default=None, metadata={"help": "such as cuda; default: the best there is"}
-    )
-    report: str | None = field(
-        default=None, metadata={"help": "folder for report.json and report.md"}
-    )
-    must_be_identical: bool = field(
-        default=False, metadata={"help": "exit code 1 where the text is not plain decoding's"}
-    )
+    dtype: Literal["bfloat16", "float32"] = flag("bfloat16", "of the weights")
+    decodings: list[str] = flag(["greedy"], "greedy, sampled, or both")
+    batch_sizes: list[int] = flag([1], "prompts decoded together")
+    num_prompts: int = flag(8, "prompts for each batch size, and two batches at least")
+    prompt_length: int = flag(64, "tokens in each prompt")
+    max_new_tokens: int = flag(128, "tokens after each prompt")
+    device: str | None = flag(None, "such as cuda; default: the best there is")
+    report: str | None = flag(None, "folder for report.json and report.md")
+    must_be_identical: bool = flag(False, "exit code 1 where the text is not plain decoding's")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

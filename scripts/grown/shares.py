@@ -14,7 +14,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ from medusa_heads.inference.bench.prompts import held_out_prompts
 from medusa_heads.inference.engine.state import padded_mask
 from medusa_heads.inference.models.named_target import named_target
 from medusa_heads.machine import describe_machine, find_device
+from medusa_heads.settings import flag
 from medusa_heads.target.graphs import captured
 from medusa_heads.target.graphs.captured import CapturedTarget
 from medusa_heads.trees.tree import TreeShape
@@ -44,24 +45,16 @@ _WARM_UP, _TEXTS, _FORWARDS, _KERNELS = 3, 3, 20, 12  # of each: texts, texts, c
 class Arguments:
     """What to measure."""
 
-    heads: str = field(default="assets/demo-heads", metadata={"help": "heads checkpoint"})
-    shape: Literal["own", "0.1b", "1b", "7b"] = field(
-        default="7b", metadata={"help": "what it and its target are grown to"}
-    )
-    dtype: Literal["bfloat16", "float32"] = field(
-        default="bfloat16", metadata={"help": "of the weights"}
-    )
-    compile: Literal["capture", "kernels"] = field(
-        default="kernels", metadata={"help": "how steps are recorded"}
-    )
-    batch_sizes: list[int] = field(
-        default_factory=lambda: [1, 8, 32], metadata={"help": "texts decoded together"}
-    )
-    nodes: int = field(default=16, metadata={"help": "that a step verifies, the root included"})
-    prompt_length: int = field(default=64, metadata={"help": "tokens in each prompt"})
-    new_tokens: int = field(default=128, metadata={"help": "tokens after each prompt"})
-    device: str | None = field(default=None, metadata={"help": "such as cuda"})
-    output: str = field(default="runs/shares.json", metadata={"help": "the numbers"})
+    heads: str = flag("assets/demo-heads", "heads checkpoint")
+    shape: Literal["own", "0.1b", "1b", "7b"] = flag("7b", "what it and its target are grown to")
+    dtype: Literal["bfloat16", "float32"] = flag("bfloat16", "of the weights")
+    compile: Literal["capture", "kernels"] = flag("kernels", "how steps are recorded")
+    batch_sizes: list[int] = flag([1, 8, 32], "texts decoded together")
+    nodes: int = flag(16, "that a step verifies, the root included")
+    prompt_length: int = flag(64, "tokens in each prompt")
+    new_tokens: int = flag(128, "tokens after each prompt")
+    device: str | None = flag(None, "such as cuda")
+    output: str = flag("runs/shares.json", "the numbers")
 
 
 @torch.no_grad()

@@ -22,48 +22,40 @@ OUTPUT/target is an ordinary transformers model, OUTPUT/heads a checkpoint for i
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from medusa_heads.checkpoint.files import staged
 from medusa_heads.cli.flags.arguments import command
+from medusa_heads.settings import flag
 
 
 @dataclass
 class Arguments:
     """What to grow, and to which size."""
 
-    target: str = field(metadata={"help": "hub id or folder of a Llama, or of a Qwen3.5 hybrid"})
-    output: str = field(metadata={"help": "folder for target/ and heads/"})
-    shape: Literal["0.1b", "1b", "7b"] | None = field(
-        default=None, metadata={"help": "sizes of a model; by default the target's own"}
+    target: str = flag(MISSING, "hub id or folder of a Llama, or of a Qwen3.5 hybrid")
+    output: str = flag(MISSING, "folder for target/ and heads/")
+    shape: Literal["0.1b", "1b", "7b"] | None = flag(
+        None, "sizes of a model; by default the target's own"
     )
-    hidden_size: int | None = field(default=None, metadata={"help": "instead of the shape's"})
-    intermediate_size: int | None = field(default=None, metadata={"help": "instead of the shape's"})
-    num_hidden_layers: int | None = field(default=None, metadata={"help": "instead of the shape's"})
-    num_attention_heads: int | None = field(
-        default=None, metadata={"help": "instead of the shape's"}
+    hidden_size: int | None = flag(None, "instead of the shape's")
+    intermediate_size: int | None = flag(None, "instead of the shape's")
+    num_hidden_layers: int | None = flag(None, "instead of the shape's")
+    num_attention_heads: int | None = flag(None, "instead of the shape's")
+    num_key_value_heads: int | None = flag(None, "instead of the shape's")
+    head_dim: int | None = flag(None, "instead of the shape's")
+    vocab_size: int | None = flag(None, "instead of the shape's")
+    heads: str | None = flag(None, "heads checkpoint of the target, to be grown with it")
+    dtype: Literal["auto", "bfloat16", "float32"] = flag(
+        "auto",
+        "of what is written; auto: the fastest on this machine; in bfloat16 rescaled "
+        "weights are rounded anew",
     )
-    num_key_value_heads: int | None = field(
-        default=None, metadata={"help": "instead of the shape's"}
-    )
-    head_dim: int | None = field(default=None, metadata={"help": "instead of the shape's"})
-    vocab_size: int | None = field(default=None, metadata={"help": "instead of the shape's"})
-    heads: str | None = field(
-        default=None, metadata={"help": "heads checkpoint of the target, to be grown with it"}
-    )
-    dtype: Literal["auto", "bfloat16", "float32"] = field(
-        default="auto",
-        metadata={
-            "help": "of what is written; auto: the fastest on this machine; in bfloat16 rescaled "
-            "weights are rounded anew"
-        },
-    )
-    seed: int = field(default=0, metadata={"help": "of the noise in weights that nothing reads"})
-    rotate: int | None = field(
-        default=None,
-        metadata={"help": "seed of a random basis for the target, in which every channel is used"},
+    seed: int = flag(0, "of the noise in weights that nothing reads")
+    rotate: int | None = flag(
+        None, "seed of a random basis for the target, in which every channel is used"
     )
 
 

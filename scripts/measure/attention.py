@@ -10,11 +10,12 @@ Least times in CUDA graphs of many layers. The results are compared besides.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
 from medusa_heads.cli.flags.arguments import command
+from medusa_heads.settings import flag
 
 COLUMNS = ("rows", "tokens", "slots", "in use", "torch (us)", "split (us)", "ratio", "difference")
 
@@ -23,22 +24,14 @@ COLUMNS = ("rows", "tokens", "slots", "in use", "torch (us)", "split (us)", "rat
 class Arguments:
     """What to measure."""
 
-    heads: int = field(default=32, metadata={"help": "of queries"})
-    shared: int = field(default=8, metadata={"help": "heads of keys"})
-    width: int = field(default=128, metadata={"help": "of a head"})
-    dtype: Literal["bfloat16", "float16", "float32"] = field(
-        default="bfloat16", metadata={"help": "of the target"}
-    )
-    batch_sizes: list[int] = field(default_factory=lambda: [1, 8], metadata={"help": "rows"})
-    tokens: list[int] = field(
-        default_factory=lambda: [1, 16, 32], metadata={"help": "of a tree, 64 at most"}
-    )
-    slots: list[int] = field(
-        default_factory=lambda: [2048, 16384], metadata={"help": "of the cache"}
-    )
-    in_use: list[float] = field(
-        default_factory=lambda: [0.25, 1.0], metadata={"help": "shares of the cache"}
-    )
+    heads: int = flag(32, "of queries")
+    shared: int = flag(8, "heads of keys")
+    width: int = flag(128, "of a head")
+    dtype: Literal["bfloat16", "float16", "float32"] = flag("bfloat16", "of the target")
+    batch_sizes: list[int] = flag([1, 8], "rows")
+    tokens: list[int] = flag([1, 16, 32], "of a tree, 64 at most")
+    slots: list[int] = flag([2048, 16384], "of the cache")
+    in_use: list[float] = flag([0.25, 1.0], "shares of the cache")
 
 
 def measure(arguments: Arguments) -> None:

@@ -10,11 +10,12 @@ here trains on. transformers' own assisted decoding with the same draft model is
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from functools import partial
 from typing import Any, Literal
 
 from medusa_heads.cli.flags.arguments import command
+from medusa_heads.settings import flag
 
 PLAIN = "transformers generate"
 ASSISTED = "transformers assisted"
@@ -24,20 +25,17 @@ ASSISTED = "transformers assisted"
 class Arguments:
     """What to measure."""
 
-    draft: str = field(metadata={"help": "a folder written by train-draft"})
-    target: str | None = field(default=None, metadata={"help": "default: the one the draft names"})
-    trees: list[str] = field(
-        default_factory=lambda: ["chain:1", "chain:2", "chain:4", "chain:6", "dynamic:12"],
-        metadata={"help": "drafts to compare"},
+    draft: str = flag(MISSING, "a folder written by train-draft")
+    target: str | None = flag(None, "default: the one the draft names")
+    trees: list[str] = flag(
+        ["chain:1", "chain:2", "chain:4", "chain:6", "dynamic:12"], "drafts to compare"
     )
-    dtype: Literal["bfloat16", "float32"] = field(
-        default="bfloat16", metadata={"help": "of both models"}
-    )
-    num_prompts: int = field(default=20, metadata={"help": "prompts"})
-    prompt_length: int = field(default=64, metadata={"help": "tokens in each"})
-    max_new_tokens: int = field(default=128, metadata={"help": "tokens after each"})
-    temperature: float = field(default=0.7, metadata={"help": "of the sampled texts"})
-    seed: int = field(default=1, metadata={"help": "of the prompts and the sampling"})
+    dtype: Literal["bfloat16", "float32"] = flag("bfloat16", "of both models")
+    num_prompts: int = flag(20, "prompts")
+    prompt_length: int = flag(64, "tokens in each")
+    max_new_tokens: int = flag(128, "tokens after each")
+    temperature: float = flag(0.7, "of the sampled texts")
+    seed: int = flag(1, "of the prompts and the sampling")
 
 
 def measure(arguments: Arguments) -> None:

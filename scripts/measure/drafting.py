@@ -12,12 +12,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any, Literal
 
 from medusa_heads.cli.flags.arguments import command
+from medusa_heads.settings import flag
 
 KINDS: dict[str, dict[str, Any]] = {
     "independent": {},
@@ -35,22 +36,14 @@ _WARM_UP = 4  # rounds
 class Arguments:
     """What to measure."""
 
-    target: str = field(default="assets/demo-target", metadata={"help": "folder or hub id"})
-    kinds: list[str] = field(
-        default_factory=lambda: list(KINDS), metadata={"help": f"of {', '.join(KINDS)}"}
-    )
-    trees: list[str] = field(
-        default_factory=lambda: ["static:31", "dynamic:31"], metadata={"help": "trees to draft"}
-    )
-    num_heads: int = field(default=5, metadata={"help": "heads of each kind"})
-    draft_vocab_size: int | None = field(
-        default=None, metadata={"help": "tokens that heads can draft, drawn; by default all"}
-    )
-    dtype: Literal["bfloat16", "float32"] = field(
-        default="bfloat16", metadata={"help": "of target and heads"}
-    )
-    context: int = field(default=256, metadata={"help": "tokens of the text before"})
-    rounds: int = field(default=60, metadata={"help": "of which the median is taken"})
+    target: str = flag("assets/demo-target", "folder or hub id")
+    kinds: list[str] = flag(list(KINDS), f"of {', '.join(KINDS)}")
+    trees: list[str] = flag(["static:31", "dynamic:31"], "trees to draft")
+    num_heads: int = flag(5, "heads of each kind")
+    draft_vocab_size: int | None = flag(None, "tokens that heads can draft, drawn; by default all")
+    dtype: Literal["bfloat16", "float32"] = flag("bfloat16", "of target and heads")
+    context: int = flag(256, "tokens of the text before")
+    rounds: int = flag(60, "of which the median is taken")
 
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.kinds) - set(KINDS)):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from rich.table import Table
 
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
 from medusa_heads.inference.bench.methods import COMPILED
+from medusa_heads.settings import flag
 
 _DEFAULT = "heads:auto"
 _ALONE, _TOGETHER = 2.5, 1.0  # of one row, and of more
@@ -29,7 +30,7 @@ _ALONE, _TOGETHER = 2.5, 1.0  # of one row, and of more
 class Arguments:
     """Where it was measured."""
 
-    folder: str = field(metadata={"help": "of gpu_bench.sh, with its usual-N/report.json"})
+    folder: str = flag(MISSING, "of gpu_bench.sh, with its usual-N/report.json")
 
 
 class Result(NamedTuple):

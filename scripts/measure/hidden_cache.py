@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
@@ -33,7 +33,7 @@ from medusa_heads import HeadsConfig, TargetModel
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.heads import new_heads
 from medusa_heads.machine import describe_machine
-from medusa_heads.settings import at_least
+from medusa_heads.settings import at_least, flag
 from medusa_heads.training.arguments.cache import CacheArguments, CachedDtype
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.data.prepare import TrainingData
@@ -54,24 +54,21 @@ Pair = tuple[float, float]
 class MeasureArguments:
     """What to measure, on what."""
 
-    random_target: str = field(
-        default="1024x12x16", metadata={"help": "WIDTHxLAYERSxHEADS[xKV_HEADS] of a random Llama"}
+    random_target: str = flag("1024x12x16", "WIDTHxLAYERSxHEADS[xKV_HEADS] of a random Llama")
+    vocabulary: int = flag(4096, "of the random target, in tokens")
+    dtype: Literal["float32", "bfloat16"] = flag(
+        "float32", "of the target; with bfloat16 the heads, kept in fp32, run in autocast"
     )
-    vocabulary: int = field(default=4096, metadata={"help": "of the random target, in tokens"})
-    dtype: Literal["float32", "bfloat16"] = field(
-        default="float32",
-        metadata={"help": "of the target; with bfloat16 the heads, kept in fp32, run in autocast"},
-    )
-    stored_in: CachedDtype = field(default="auto", metadata={"help": "dtype on disk"})
-    num_heads: int = field(default=4, metadata={"help": "heads that are trained"})
-    rows: int = field(default=8, metadata={"help": "of text in an epoch"})
-    length: int = field(default=128, metadata={"help": "tokens of a row, all supervised"})
-    batch_size: int = field(default=4, metadata={"help": "rows of text in a step"})
-    workers: int = field(default=0, metadata={"help": "processes that read ahead"})
-    epochs: int = field(default=3, metadata={"help": "of each run; 0: states are read alone"})
-    repeats: int = field(default=2, metadata={"help": "turns"})
-    folder: str | None = field(default=None, metadata={"help": "on the disk to measure"})
-    output: str = field(default="runs/measure_hidden_cache.json", metadata={"help": "the numbers"})
+    stored_in: CachedDtype = flag("auto", "dtype on disk")
+    num_heads: int = flag(4, "heads that are trained")
+    rows: int = flag(8, "of text in an epoch")
+    length: int = flag(128, "tokens of a row, all supervised")
+    batch_size: int = flag(4, "rows of text in a step")
+    workers: int = flag(0, "processes that read ahead")
+    epochs: int = flag(3, "of each run; 0: states are read alone")
+    repeats: int = flag(2, "turns")
+    folder: str | None = flag(None, "on the disk to measure")
+    output: str = flag("runs/measure_hidden_cache.json", "the numbers")
 
     def __post_init__(self) -> None:
         at_least(self, 1, "vocabulary", "num_heads", "rows", "batch_size", "repeats")

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +25,7 @@ from rich.table import Table
 
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.machine import describe_machine
-from medusa_heads.settings import at_least
+from medusa_heads.settings import at_least, flag
 from medusa_heads.training.hidden.cached_rows import NAME_BYTES
 from medusa_heads.training.hidden.layout import CacheKey, Index, Layout, shard_name
 from medusa_heads.training.hidden.store import HiddenCache, seal
@@ -36,13 +36,13 @@ from scripts.measure.written import write_report
 class OpeningArguments:
     """What to open, and how often."""
 
-    shards: int = field(default=10_000, metadata={"help": "of the cache"})
-    rows: int = field(default=16, metadata={"help": "in a shard"})
-    positions: int = field(default=512, metadata={"help": "kept of a row"})
-    width: int = field(default=4096, metadata={"help": "columns of the states, in bf16"})
-    ranks: int = field(default=64, metadata={"help": "processes that open it at once"})
-    folder: str | None = field(default=None, metadata={"help": "on the disk to measure"})
-    output: str = field(default="runs/measure_opening.json", metadata={"help": "the numbers"})
+    shards: int = flag(10_000, "of the cache")
+    rows: int = flag(16, "in a shard")
+    positions: int = flag(512, "kept of a row")
+    width: int = flag(4096, "columns of the states, in bf16")
+    ranks: int = flag(64, "processes that open it at once")
+    folder: str | None = flag(None, "on the disk to measure")
+    output: str = flag("runs/measure_opening.json", "the numbers")
 
     def __post_init__(self) -> None:
         at_least(self, 1, "shards", "rows", "positions", "width", "ranks")

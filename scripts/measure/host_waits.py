@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ from medusa_heads.cli.flags.arguments import parse_arguments, run_command
 from medusa_heads.cli.flags.decoding import ModelArguments
 from medusa_heads.inference.models.assisted import AssistedModel
 from medusa_heads.machine.host import UNSEEN, asks
+from medusa_heads.settings import flag
 from scripts.measure.host_time import Timed, seconds_of_step
 
 # A tensor is made of the host's numbers, or see Asks.
@@ -141,18 +142,12 @@ _KINDS: tuple[Kind, ...] = ("read", "shape", "built", "copied")
 class Arguments:
     """What to count."""
 
-    trees: list[str] = field(
-        default_factory=lambda: ["static:15", "dynamic:15", "auto"], metadata={"help": "to draft"}
-    )
-    batch_sizes: list[int] = field(default_factory=lambda: [1, 8], metadata={"help": "of prompts"})
-    new_tokens: int = field(default=48, metadata={"help": "of each text"})
-    whole_steps: bool = field(default=False, metadata={"help": "as compile='steps' takes them"})
-    graphs: str | None = field(
-        default=None, metadata={"help": "count graphs of whole steps that this backend compiles"}
-    )
-    seconds: bool = field(
-        default=False, metadata={"help": "time the host in whole steps, besides their graphs"}
-    )
+    trees: list[str] = flag(["static:15", "dynamic:15", "auto"], "to draft")
+    batch_sizes: list[int] = flag([1, 8], "of prompts")
+    new_tokens: int = flag(48, "of each text")
+    whole_steps: bool = flag(False, "as compile='steps' takes them")
+    graphs: str | None = flag(None, "count graphs of whole steps that this backend compiles")
+    seconds: bool = flag(False, "time the host in whole steps, besides their graphs")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

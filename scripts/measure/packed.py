@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
 from medusa_heads.cli.flags.arguments import command
+from medusa_heads.settings import flag
 
 TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 _WARM_UP = 2  # rounds
@@ -26,13 +27,11 @@ _WARM_UP = 2  # rounds
 class Arguments:
     """What to measure."""
 
-    target: str = field(default="assets/demo-target", metadata={"help": "folder or hub id"})
-    dtype: Literal["bfloat16", "float32"] = field(
-        default="float32", metadata={"help": "of the target"}
-    )
-    threads: int = field(default=1, metadata={"help": "of the CPU"})
-    context: int = field(default=128, metadata={"help": "tokens of the text before"})
-    rounds: int = field(default=21, metadata={"help": "of which the median is taken"})
+    target: str = flag("assets/demo-target", "folder or hub id")
+    dtype: Literal["bfloat16", "float32"] = flag("float32", "of the target")
+    threads: int = flag(1, "of the CPU")
+    context: int = flag(128, "tokens of the text before")
+    rounds: int = flag(21, "of which the median is taken")
 
 
 def measure(arguments: Arguments) -> None:

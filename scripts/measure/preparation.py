@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,7 +34,7 @@ from rich.table import Table
 
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.machine import describe_machine
-from medusa_heads.settings import at_least
+from medusa_heads.settings import at_least, flag
 from scripts.measure.written import write_report
 
 TOKENIZER = "assets/demo-target"
@@ -52,19 +52,15 @@ _LOOKED_AT = 512  # rows, after preparation
 class MeasureArguments:
     """What to prepare."""
 
-    kind: Literal["tokens", "text", "messages"] = field(
-        default="tokens", metadata={"help": "tokens are made up; text and messages are tokenised"}
+    kind: Literal["tokens", "text", "messages"] = flag(
+        "tokens", "tokens are made up; text and messages are tokenised"
     )
-    rows: int = field(default=100_000, metadata={"help": "of the corpus"})
-    length: int = field(default=250, metadata={"help": "mean tokens of a row, about"})
-    max_length: int = field(default=2048, metadata={"help": "of packed rows, in tokens"})
-    processes: int = field(
-        default=1, metadata={"help": "that tokenise, on as many cores, if they may be used"}
-    )
-    folder: str | None = field(
-        default=None, metadata={"help": "where corpus and caches lie, and stay; default: nowhere"}
-    )
-    output: str = field(default="runs/measure_preparation.json", metadata={"help": "the numbers"})
+    rows: int = flag(100_000, "of the corpus")
+    length: int = flag(250, "mean tokens of a row, about")
+    max_length: int = flag(2048, "of packed rows, in tokens")
+    processes: int = flag(1, "that tokenise, on as many cores, if they may be used")
+    folder: str | None = flag(None, "where corpus and caches lie, and stay; default: nowhere")
+    output: str = flag("runs/measure_preparation.json", "the numbers")
 
     def __post_init__(self) -> None:
         at_least(self, 1, "rows", "length", "max_length", "processes")

@@ -10,10 +10,11 @@ thread's own work, whatever else runs, and the least of several rounds.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from medusa_heads.cli.flags.arguments import command
+from medusa_heads.settings import flag
 
 _SIZE: dict[str, Any] = {
     "vocab_size": 16384,
@@ -41,10 +42,10 @@ _OWN: dict[str, dict[str, Any]] = {
 class Arguments:
     """What to measure."""
 
-    kinds: list[str] = field(default_factory=lambda: list(_OWN), metadata={"help": "of targets"})
-    tokens: list[int] = field(default_factory=lambda: [4, 8], metadata={"help": "of a chain"})
-    context: int = field(default=128, metadata={"help": "tokens in front of the chains"})
-    rounds: int = field(default=12, metadata={"help": "of which the least is taken"})
+    kinds: list[str] = flag(list(_OWN), "of targets")
+    tokens: list[int] = flag([4, 8], "of a chain")
+    context: int = flag(128, "tokens in front of the chains")
+    rounds: int = flag(12, "of which the least is taken")
 
 
 def measure(arguments: Arguments) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -38,6 +38,7 @@ from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.flags.decoding import ModelArguments
 from medusa_heads.inference.bench.prompts import held_out_prompts
 from medusa_heads.machine import describe_machine, find_device
+from medusa_heads.settings import flag
 from scripts.grown.model import grown_medusa
 from scripts.measure.random_target import random_target
 from scripts.measure.step_timers import (
@@ -57,28 +58,24 @@ from scripts.measure.written import write_report
 class ProfileArguments:
     """What to profile."""
 
-    checkpoint: str | None = field(default=None, metadata={"help": "heads checkpoint folder"})
-    random_target: str | None = field(
-        default=None,
-        metadata={"help": "WIDTHxLAYERSxHEADS[xKV_HEADS] of a random Llama with fresh heads"},
+    checkpoint: str | None = flag(None, "heads checkpoint folder")
+    random_target: str | None = flag(
+        None, "WIDTHxLAYERSxHEADS[xKV_HEADS] of a random Llama with fresh heads"
     )
-    shape: Literal["0.1b", "1b", "7b"] | None = field(
-        default=None, metadata={"help": "the checkpoint and its target grown to this, in memory"}
+    shape: Literal["0.1b", "1b", "7b"] | None = flag(
+        None, "the checkpoint and its target grown to this, in memory"
     )
-    vocabulary: int = field(default=32000, metadata={"help": "of the random target, in tokens"})
-    draft_vocab_size: int | None = field(
-        default=None, metadata={"help": "tokens that heads of the random target can draft"}
+    vocabulary: int = flag(32000, "of the random target, in tokens")
+    draft_vocab_size: int | None = flag(None, "tokens that heads of the random target can draft")
+    contexts: list[int] = flag(
+        [512, 2048, 8192], "tokens in the cache; cut to what the target allows"
     )
-    contexts: list[int] = field(
-        default_factory=lambda: [512, 2048, 8192],
-        metadata={"help": "tokens in the cache; cut to what the target allows"},
-    )
-    tree: str = field(default="15", metadata={"help": "as generate() takes it; of one size"})
-    dtype: str = field(default="bfloat16", metadata={"help": "of the target"})
-    device: str | None = field(default=None, metadata={"help": "such as cuda"})
-    new_tokens: int = field(default=64, metadata={"help": "generated in a turn"})
-    repeats: int = field(default=7, metadata={"help": "turns; the first warms up"})
-    output: str = field(default="runs/profile_step.json", metadata={"help": "the numbers"})
+    tree: str = flag("15", "as generate() takes it; of one size")
+    dtype: str = flag("bfloat16", "of the target")
+    device: str | None = flag(None, "such as cuda")
+    new_tokens: int = flag(64, "generated in a turn")
+    repeats: int = flag(7, "turns; the first warms up")
+    output: str = flag("runs/profile_step.json", "the numbers")
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -37,7 +37,7 @@ from medusa_heads.config import HeadsKind
 from medusa_heads.heads import new_heads
 from medusa_heads.machine import describe_machine
 from medusa_heads.machine.memory import PeakMemory
-from medusa_heads.settings import at_least
+from medusa_heads.settings import at_least, flag
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.loss.heads import batch_loss
 from medusa_heads.training.loss.teacher import Teacher
@@ -51,29 +51,23 @@ MEBIBYTE = 1 << 20
 class MeasureArguments:
     """What to measure, on what."""
 
-    measure: Literal["all", "rate", "memory", "peak"] = field(
-        default="all",
-        metadata={"help": "peak: one number of heads in this process, printed as JSON"},
+    measure: Literal["all", "rate", "memory", "peak"] = flag(
+        "all", "peak: one number of heads in this process, printed as JSON"
     )
-    random_target: str = field(
-        default="1024x12x16", metadata={"help": "WIDTHxLAYERSxHEADS[xKV_HEADS] of a random Llama"}
+    random_target: str = flag("1024x12x16", "WIDTHxLAYERSxHEADS[xKV_HEADS] of a random Llama")
+    vocabulary: int = flag(4096, "of the random target, in tokens")
+    dtype: Literal["float32", "bfloat16"] = flag(
+        "float32", "of the target; with bfloat16 the heads, kept in fp32, run in autocast"
     )
-    vocabulary: int = field(default=4096, metadata={"help": "of the random target, in tokens"})
-    dtype: Literal["float32", "bfloat16"] = field(
-        default="float32",
-        metadata={"help": "of the target; with bfloat16 the heads, kept in fp32, run in autocast"},
-    )
-    device: str | None = field(default=None, metadata={"help": "such as cuda"})
-    kind: HeadsKind = field(default="medusa", metadata={"help": "of heads"})
-    vocab_matrix: Literal["shared", "own"] = field(default="shared", metadata={"help": "of heads"})
-    num_heads: int = field(default=4, metadata={"help": "heads trained for the rate"})
-    batch_size: int = field(default=8, metadata={"help": "rows of text in a step"})
-    length: int = field(default=512, metadata={"help": "tokens of a row, all supervised"})
-    repeats: int = field(default=6, metadata={"help": "turns; the first warms up"})
-    memory_heads: list[int] = field(
-        default_factory=lambda: [1, 5], metadata={"help": "numbers of heads for the memory"}
-    )
-    output: str = field(default="runs/measure_training.json", metadata={"help": "the numbers"})
+    device: str | None = flag(None, "such as cuda")
+    kind: HeadsKind = flag("medusa", "of heads")
+    vocab_matrix: Literal["shared", "own"] = flag("shared", "of heads")
+    num_heads: int = flag(4, "heads trained for the rate")
+    batch_size: int = flag(8, "rows of text in a step")
+    length: int = flag(512, "tokens of a row, all supervised")
+    repeats: int = flag(6, "turns; the first warms up")
+    memory_heads: list[int] = flag([1, 5], "numbers of heads for the memory")
+    output: str = flag("runs/measure_training.json", "the numbers")
 
     def __post_init__(self) -> None:
         at_least(self, 1, "vocabulary", "num_heads", "batch_size")

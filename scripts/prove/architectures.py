@@ -18,7 +18,7 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -35,6 +35,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from medusa_heads.checkpoint.provenance import provenance
 from medusa_heads.files import replace_file
 from medusa_heads.machine import machine_facts
+from medusa_heads.settings import flag
 from scripts.prove.architecture_check import Result, check, one_line
 from scripts.prove.tiny_models import VARIANTS
 
@@ -69,21 +70,15 @@ configuration file where that has none): about when it was added."""
 class MatrixArguments:
     """What is swept, and where the result goes."""
 
-    types: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Model types or variants to run again; all that lack a result if empty."},
+    types: list[str] = flag(
+        [], "Model types or variants to run again; all that lack a result if empty."
     )
-    new_tokens: int = field(
-        default=224, metadata={"help": "Tokens generated per sequence; 9 sequences a type."}
+    new_tokens: int = flag(224, "Tokens generated per sequence; 9 sequences a type.")
+    time_limit: int = flag(180, "Seconds a type may take.")
+    results: Path = flag(
+        Path("runs/architectures.jsonl"), "JSON lines, one a type; the last line of a type counts."
     )
-    time_limit: int = field(default=180, metadata={"help": "Seconds a type may take."})
-    results: Path = field(
-        default=Path("runs/architectures.jsonl"),
-        metadata={"help": "JSON lines, one a type; the last line of a type counts."},
-    )
-    output: Path = field(
-        default=Path("docs/architectures.md"), metadata={"help": "The table, as markdown."}
-    )
+    output: Path = flag(Path("docs/architectures.md"), "The table, as markdown.")
 
 
 def main(argv: list[str] | None = None) -> None:

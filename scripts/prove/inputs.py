@@ -17,13 +17,14 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from datetime import datetime, timezone
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.settings import flag
 from scripts.prove.hostile.attempt import FAULTS
 
 if TYPE_CHECKING:
@@ -48,12 +49,10 @@ MEMORY = 16 << 30  # bytes that the process may take: a size beyond reason is an
 class ProofArguments:
     """What to try, and how often."""
 
-    out: str = field(metadata={"help": "Record to write or to go on with: a JSON line an input."})
-    inputs: int = field(default=10_400, metadata={"help": "Inputs of all kinds together."})
-    seed: int = field(default=0, metadata={"help": "Of what is drawn."})
-    kinds: list[str] = field(
-        default_factory=lambda: list(KINDS), metadata={"help": f"Among {', '.join(KINDS)}."}
-    )
+    out: str = flag(MISSING, "Record to write or to go on with: a JSON line an input.")
+    inputs: int = flag(10_400, "Inputs of all kinds together.")
+    seed: int = flag(0, "Of what is drawn.")
+    kinds: list[str] = flag(list(KINDS), f"Among {', '.join(KINDS)}.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,12 +22,13 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from medusa_heads.cli.flags.arguments import parse_arguments
+from medusa_heads.settings import flag
 
 RECORD_FILE = "kills.jsonl"
 # Read when libraries are imported. Processes are forked: no pool of threads may stand before.
@@ -44,12 +45,10 @@ ENVIRONMENT = {
 class KillsArguments:
     """How hard to try."""
 
-    kills: int = field(default=200, metadata={"help": "How many there are to be."})
-    out: str = field(default="runs/kills", metadata={"help": "Folder of the record."})
-    seed: int = field(default=0, metadata={"help": "Of the moments."})
-    only: list[str] = field(
-        default_factory=list, metadata={"help": "Commands to kill, by name. Default: all."}
-    )
+    kills: int = flag(200, "How many there are to be.")
+    out: str = flag("runs/kills", "Folder of the record.")
+    seed: int = flag(0, "Of the moments.")
+    only: list[str] = flag([], "Commands to kill, by name. Default: all.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

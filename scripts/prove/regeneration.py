@@ -26,7 +26,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ from unittest import mock
 
 from medusa_heads.cli.flags.arguments import parse_arguments
 from medusa_heads.machine.memory import resident
+from medusa_heads.settings import flag
 from scripts.prove.answering import TARGET, WORDS, Server, answering
 from scripts.prove.forks import make_forks_safe
 from scripts.prove.killing.chains import import_all
@@ -57,12 +58,12 @@ _KIB = 1024
 class RegenerationArguments:
     """How much to ask, and how hard to disturb it."""
 
-    prompts: int = field(default=100_000, metadata={"help": "How many are asked."})
-    kills: int = field(default=5, metadata={"help": "How often the command is killed."})
-    concurrency: int = field(default=16, metadata={"help": "Requests at the same time."})
-    real_every: int = field(default=1000, metadata={"help": "Prompts for one of the target's."})
-    seed: int = field(default=0, metadata={"help": "Of prompts and moments."})
-    out: str = field(default="runs/regeneration", metadata={"help": "An empty folder."})
+    prompts: int = flag(100_000, "How many are asked.")
+    kills: int = flag(5, "How often the command is killed.")
+    concurrency: int = flag(16, "Requests at the same time.")
+    real_every: int = flag(1000, "Prompts for one of the target's.")
+    seed: int = flag(0, "Of prompts and moments.")
+    out: str = flag("runs/regeneration", "An empty folder.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

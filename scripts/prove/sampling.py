@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from textwrap import fill
@@ -33,6 +33,7 @@ from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Logits
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
 from medusa_heads.checkpoint.provenance import provenance
 from medusa_heads.inference.engine.noise import RNGS, Rng
+from medusa_heads.settings import flag
 
 VOCAB = 16
 BATCH = 200
@@ -58,9 +59,9 @@ TREES = ("cartesian:3,2", "dynamic:6")
 class ProofArguments:
     """How much to draw."""
 
-    samples: int = field(default=20_000, metadata={"help": "Texts drawn for each setting."})
-    seed: int = field(default=0, metadata={"help": "Seed of the first setting; then one up each."})
-    report: str | None = field(default=None, metadata={"help": "Markdown file to write."})
+    samples: int = flag(20_000, "Texts drawn for each setting.")
+    seed: int = flag(0, "Seed of the first setting; then one up each.")
+    report: str | None = flag(None, "Markdown file to write.")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from transformers import HfArgumentParser
 
+from medusa_heads.settings import flag
 from scripts.prove.architecture_check import one_line
 from scripts.prove.lossless.cases import Record, run
 from scripts.prove.lossless.page import TITLE, section, write_section
@@ -35,22 +36,15 @@ from scripts.prove.lossless.targets import all_targets
 class TokensArguments:
     """What is compared, and where the record goes."""
 
-    tokens: int = field(default=1_000_000, metadata={"help": "Compared at least, of all targets."})
-    out: Path = field(
-        default=Path("runs/tokens"), metadata={"help": "Folder of the record, a line a case."}
+    tokens: int = flag(1_000_000, "Compared at least, of all targets.")
+    out: Path = flag(Path("runs/tokens"), "Folder of the record, a line a case.")
+    seed: int = flag(0, "Of prompts and draws; then one up each turn.")
+    workers: int = flag(1, "Targets at a time.")
+    new_tokens: int = flag(96, "Of each row at most; of the demo's target a third more.")
+    targets: list[str] = flag(
+        [], "demo, processors, architectures or variants of them; empty for all."
     )
-    seed: int = field(default=0, metadata={"help": "Of prompts and draws; then one up each turn."})
-    workers: int = field(default=1, metadata={"help": "Targets at a time."})
-    new_tokens: int = field(
-        default=96, metadata={"help": "Of each row at most; of the demo's target a third more."}
-    )
-    targets: list[str] = field(
-        default_factory=list,
-        metadata={"help": "demo, processors, architectures or variants of them; empty for all."},
-    )
-    report: Path | None = field(
-        default=None, metadata={"help": "Markdown page that gets the figures as a section."}
-    )
+    report: Path | None = flag(None, "Markdown page that gets the figures as a section.")
 
 
 class Unit(NamedTuple):

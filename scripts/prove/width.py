@@ -23,7 +23,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ from medusa_heads.cli.flags.arguments import parse_arguments, run_command
 from medusa_heads.files import replace_file
 from medusa_heads.heads import new_heads
 from medusa_heads.machine.facts import describe_machine
+from medusa_heads.settings import flag
 from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.arguments.rates import fit_rate
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
@@ -67,27 +68,20 @@ NODES = 15
 class Arguments:
     """How much to learn, and what is compared."""
 
-    target: str = field(
-        default="assets/demo-target", metadata={"help": "folder of a Llama with the demo's tokens"}
+    target: str = flag("assets/demo-target", "folder of a Llama with the demo's tokens")
+    width: int = flag(2048, "channels of the wide target")
+    kinds: list[str] = flag(["medusa"], f"of {', '.join(KINDS)}")
+    num_heads: int = flag(2, "heads of each kind")
+    num_prompts: int = flag(768, "texts to learn from")
+    num_train_epochs: float = flag(2.0, "passes over them")
+    num_eval_prompts: int = flag(192, "held-out texts to walk")
+    seeds: list[int] = flag(
+        [0, 1, 2], "orders of the text at the small width; the first is the wide one's too"
     )
-    width: int = field(default=2048, metadata={"help": "channels of the wide target"})
-    kinds: list[str] = field(
-        default_factory=lambda: ["medusa"], metadata={"help": f"of {', '.join(KINDS)}"}
-    )
-    num_heads: int = field(default=2, metadata={"help": "heads of each kind"})
-    num_prompts: int = field(default=768, metadata={"help": "texts to learn from"})
-    num_train_epochs: float = field(default=2.0, metadata={"help": "passes over them"})
-    num_eval_prompts: int = field(default=192, metadata={"help": "held-out texts to walk"})
-    seeds: list[int] = field(
-        default_factory=lambda: [0, 1, 2],
-        metadata={"help": "orders of the text at the small width; the first is the wide one's too"},
-    )
-    tolerance: float = field(default=0.02, metadata={"help": "of the ratio of tokens per step"})
-    undivided: bool = field(
-        default=False, metadata={"help": "the negative control: the wide target at the full rate"}
-    )
-    output_dir: Path = field(default=Path("runs/width"), metadata={"help": "texts and states"})
-    report: str | None = field(default=None, metadata={"help": "JSON file to write"})
+    tolerance: float = flag(0.02, "of the ratio of tokens per step")
+    undivided: bool = flag(False, "the negative control: the wide target at the full rate")
+    output_dir: Path = flag(Path("runs/width"), "texts and states")
+    report: str | None = flag(None, "JSON file to write")
 
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.kinds) - set(KINDS)):
