@@ -10,6 +10,7 @@ of the standard library and on held-out continuations that it wrote before.
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,9 @@ import torch
 from datasets import Dataset, load_from_disk
 from rich.console import Console
 from rich.table import Table
-from transformers import HfArgumentParser
 
 from medusa_heads import HeadsConfig, MedusaModel, TargetModel, train_heads
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.files import replace_json
 from medusa_heads.settings import flag
 from medusa_heads.training.arguments.joint_config import JointConfig
@@ -72,10 +73,8 @@ class CompareArguments:
         check_recipes(self.recipes, RECIPES)
 
 
-def main(argv: list[str] | None = None) -> None:
+def compare(arguments: CompareArguments) -> None:
     """Train and measure the recipes, and print the table."""
-    parser = HfArgumentParser(CompareArguments)  # type: ignore[arg-type]
-    (arguments,) = parser.parse_args_into_dataclasses(argv)
     target = TargetModel.from_pretrained(str(TARGET))
     rows = own_text(target, "train", arguments.text, arguments.num_prompts, arguments)
     held_out = own_text(
@@ -182,5 +181,7 @@ def show(results: list[dict[str, Any]]) -> None:
     Console(width=120).print(table)
 
 
+main = command("scripts.compare.joint", compare, __doc__)
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,9 +30,9 @@ from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import HfArgumentParser
 
 from medusa_heads import HeadsConfig, TargetModel, train_heads
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.config import IGNORED
 from medusa_heads.files import replace_json
 from medusa_heads.heads import DraftHeads
@@ -144,10 +145,8 @@ class CompareArguments:
         check_recipes(self.recipes, RECIPES)
 
 
-def main(argv: list[str] | None = None) -> None:
+def compare(arguments: CompareArguments) -> None:
     """Train and measure the recipes, and print the table."""
-    parser = HfArgumentParser(CompareArguments)  # type: ignore[arg-type]
-    (arguments,) = parser.parse_args_into_dataclasses(argv)
     texts, results = Texts(TargetModel.from_pretrained(str(TARGET)), arguments), []
     for name in arguments.recipes:
         for prompts in sorted(arguments.num_prompts):
@@ -289,5 +288,7 @@ def gains(results: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+main = command("scripts.compare.recipes", compare, __doc__)
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -58,9 +58,7 @@ class Stage:
 def main() -> int:
     """Run the demo; returns the exit code."""
     os.chdir(ROOT)  # the paths of the configuration are relative to the repository
-    codes: list[int] = []
-    failed = run_command(lambda: codes.append(run_demo(Recipe(), Console())), prog="demo")
-    return failed or codes[0]
+    return run_command(lambda: run_demo(Recipe(), Console()), prog="demo")
 
 
 def run_demo(recipe: Recipe, console: Console) -> int:

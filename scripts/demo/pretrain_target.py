@@ -97,7 +97,7 @@ class PretrainArguments(TrainingArguments):
     )
     weight_decay: float = 0.1
     adam_beta2: float = 0.95
-    bf16: bool | None = flag(
+    bf16: bool | None = flag(  # type: ignore[assignment]
         None, "Train in bf16 autocast. Default: where this machine is faster so."
     )
     eval_strategy: str = "steps"

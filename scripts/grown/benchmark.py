@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.verbs.benchmark import DECODINGS
 from medusa_heads.machine import find_device
 from medusa_heads.settings import flag
@@ -55,21 +55,13 @@ class Arguments:
     must_be_identical: bool = flag(False, "exit code 1 where the text is not plain decoding's")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def measure(arguments: Arguments) -> int:
     """Measure as the flags say; returns the exit code."""
-    prog = "scripts.grown.benchmark"
-    different: list[str] = []
-
-    def work() -> None:
-        (arguments,) = parse_arguments((Arguments,), argv, prog=prog, description=__doc__ or "")
-        report = run(arguments)
-        if arguments.must_be_identical:
-            different.extend(other_texts(report))
-
-    code = run_command(work, prog=prog)
+    report = run(arguments)
+    different = other_texts(report) if arguments.must_be_identical else []
     for line in different:
         print(line, file=sys.stderr)
-    return code or int(bool(different))
+    return int(bool(different))
 
 
 def run(arguments: Arguments) -> dict[str, Any]:
@@ -168,6 +160,8 @@ def other_texts(report: Mapping[str, Any]) -> list[str]:
         if "accepted_by_depth" in method and method["identical"] < 1.0
     ]
 
+
+main = command("scripts.grown.benchmark", measure, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

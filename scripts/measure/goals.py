@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.inference.bench.methods import COMPILED
 from medusa_heads.settings import flag
 
@@ -63,24 +62,20 @@ def results(folder: str) -> list[Result]:
     return sorted(found)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def show(arguments: Arguments) -> int:
     """Show the results beside the goals; returns the exit code."""
-    prog = "scripts.measure.goals"
-    missed: list[Result] = []
+    missed = False
+    table = Table("rows", "method", f"over {COMPILED}", "goal", "reached")
+    for result in results(arguments.folder):
+        reached = result.speedup >= result.goal
+        missed |= not reached and result.method == _DEFAULT
+        numbers = f"{result.speedup:.2f}", f"{result.goal:.1f}"
+        table.add_row(str(result.rows), result.method, *numbers, "yes" if reached else "no")
+    Console().print(table)
+    return int(missed)
 
-    def work() -> None:
-        (arguments,) = parse_arguments((Arguments,), argv, prog=prog, description=__doc__ or "")
-        table = Table("rows", "method", f"over {COMPILED}", "goal", "reached")
-        for result in results(arguments.folder):
-            reached = result.speedup >= result.goal
-            if not reached and result.method == _DEFAULT:
-                missed.append(result)
-            numbers = f"{result.speedup:.2f}", f"{result.goal:.1f}"
-            table.add_row(str(result.rows), result.method, *numbers, "yes" if reached else "no")
-        Console().print(table)
 
-    return run_command(work, prog=prog) or int(bool(missed))
-
+main = command("scripts.measure.goals", show, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from medusa_heads.cli.decoding import load_model
-from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.flags.decoding import ModelArguments
 from medusa_heads.inference.models.assisted import AssistedModel
 from medusa_heads.machine.host import UNSEEN, asks
@@ -150,19 +150,6 @@ class Arguments:
     seconds: bool = flag(False, "time the host in whole steps, besides their graphs")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Count as the flags say; returns the exit code."""
-    prog = "scripts.measure.host_waits"
-
-    def work() -> None:
-        arguments, which = parse_arguments(
-            (Arguments, ModelArguments), argv, prog=prog, description=__doc__ or "", positional=()
-        )
-        show(arguments, which)
-
-    return run_command(work, prog=prog)
-
-
 def show(arguments: Arguments, which: ModelArguments) -> None:
     """Count, and print a table."""
     graphs, timed = arguments.graphs, Timed() if arguments.seconds else None
@@ -194,6 +181,8 @@ def show(arguments: Arguments, which: ModelArguments) -> None:
                 table.add_row(tree, text, str(batch), *map(str, cells(batch, options)))
     Console().print(table)
 
+
+main = command("scripts.measure.host_waits", show, __doc__)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import platform
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -28,11 +29,11 @@ from typing import Any
 
 import transformers
 from tqdm import tqdm
-from transformers import HfArgumentParser
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from medusa_heads.checkpoint.provenance import provenance
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.files import replace_file
 from medusa_heads.machine import machine_facts
 from medusa_heads.settings import flag
@@ -81,14 +82,13 @@ class MatrixArguments:
     output: Path = flag(Path("docs/architectures.md"), "The table, as markdown.")
 
 
-def main(argv: list[str] | None = None) -> None:
+def sweep(arguments: MatrixArguments) -> None:
     """Sweep, then write the table."""
-    parser = HfArgumentParser(MatrixArguments)  # type: ignore[arg-type]
-    (arguments,) = parser.parse_args_into_dataclasses(argv)
     results = _read(arguments.results)
     for kind, result in _sweep(arguments, results):
         results[kind] = result
-    _write(arguments.output, table(results, arguments.new_tokens))
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(arguments.output, table(results, arguments.new_tokens))
 
 
 def _read(path: Path) -> dict[str, Result]:
@@ -253,10 +253,7 @@ def _markdown(rows: list[Result], *, with_year: bool = False) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in [list(columns), ruler, *lines]]
 
 
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, text)
-
+main = command("scripts.prove.architectures", sweep, __doc__)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

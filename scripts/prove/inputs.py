@@ -16,14 +16,14 @@ import random
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass
 from datetime import datetime, timezone
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.settings import flag
 from scripts.prove.hostile.attempt import FAULTS
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from scripts.prove.hostile.attempt import Outcome
     from scripts.prove.hostile.workshop import Workshop
 
-PROG = "python -m scripts.prove.inputs"
 KINDS = {
     "corpora": "Corpora",
     "configurations": "Configurations",
@@ -55,18 +54,9 @@ class ProofArguments:
     kinds: list[str] = flag(list(KINDS), f"Among {', '.join(KINDS)}.")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def work(arguments: ProofArguments) -> int:
     """Prove as the flags say; exit code 1 where something was found."""
-    lines: list[dict[str, Any]] = []
-
-    def work() -> None:
-        (arguments,) = parse_arguments(
-            (ProofArguments,), argv, prog=PROG, description=(__doc__ or "").splitlines()[0]
-        )
-        lines.extend(prove(arguments))
-
-    code = run_command(work, prog=PROG)
-    return code or int(not verdict(lines))
+    return int(not verdict(prove(arguments)))
 
 
 def _settle(root: Path) -> None:
@@ -196,6 +186,8 @@ def verdict(lines: Iterable[dict[str, Any]]) -> bool:
     good = [line for line in tried_ones if line["expect"] == "good"]
     return bool(good) and not any(line["faults"] for line in tried_ones)
 
+
+main = command("scripts.prove.inputs", work, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -28,10 +28,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
-from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, LogitsProcessorList
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
 from medusa_heads.checkpoint.provenance import provenance
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.inference.engine.noise import RNGS, Rng
 from medusa_heads.settings import flag
 
@@ -79,10 +80,8 @@ class Outcome:
     tokens_per_step: float
 
 
-def main() -> int:
+def work(arguments: ProofArguments) -> int:
     """Draw, test, print; exit code 1 if a setting fails, or the negative control passes."""
-    parser = HfArgumentParser((ProofArguments,))  # type: ignore[arg-type]
-    (arguments,) = parser.parse_args_into_dataclasses()
     outcomes = prove(arguments.samples, arguments.seed)
     show(outcomes)
     if arguments.report:
@@ -290,6 +289,8 @@ def _cells(o: Outcome) -> list[str]:
     figures = [f"{o.statistic:.1f}", str(o.degrees), f"{o.p_value:.3g}", f"{o.tokens_per_step:.2f}"]
     return [o.setting, o.tree, o.acceptance, o.rng, str(o.tokens), *figures]
 
+
+main = command("scripts.prove.sampling", work, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -34,7 +34,7 @@ from transformers import set_seed
 
 from medusa_heads import HeadsConfig, TargetModel
 from medusa_heads.checkpoint.provenance import provenance
-from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.files import replace_file
 from medusa_heads.heads import new_heads
 from medusa_heads.machine.facts import describe_machine
@@ -121,20 +121,9 @@ class Outcome:
     stopped: str | None = None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prove as the flags say; returns the exit code, 1 where a ratio is out of tolerance."""
-    prog = "prove.width"
-    codes: list[int] = []
-
-    def work() -> None:
-        (arguments,) = parse_arguments((Arguments,), argv, prog=prog, description=__doc__ or "")
-        codes.append(prove(arguments))
-
-    return run_command(work, prog=prog) or codes[0]
-
-
 def prove(arguments: Arguments) -> int:
-    """Train, measure, compare and report; returns the exit code."""
+    """Train, measure, compare and report; returns the exit code, 1 where a ratio is out of
+    tolerance."""
     console = Console(soft_wrap=True, highlight=False)
     small = load_small(arguments.target)
     texts = [
@@ -277,6 +266,8 @@ def _write(outcomes: Sequence[Outcome], arguments: Arguments) -> None:
     story["outcomes"] = [asdict(outcome) for outcome in outcomes]
     replace_file(Path(arguments.report), json.dumps(story, indent=2, default=str) + "\n")
 
+
+main = command("scripts.prove.width", prove, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -41,8 +41,9 @@ _FULL_DISK = (os.strerror(errno.ENOSPC), "PytorchStreamWriter", "unexpected pos"
 
 
 def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> int:
-    """Run a command and return its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C, 143 for
-    SIGTERM, which ends it as Ctrl-C does, 141 where nobody reads on what it prints.
+    """Run a command and return its exit code: 0, or the number that it returns; 2 for a user's
+    mistake, 130 for Ctrl-C, 143 for SIGTERM, which ends it as Ctrl-C does, 141 where nobody reads
+    on what it prints.
 
     A ValueError, an OSError, or what a library says of a full disk or memory becomes one sentence
     on stderr; with `MEDUSA_HEADS_TRACEBACK=1` it is raised as it is. Anything else is a fault of
@@ -53,7 +54,7 @@ def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> in
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         with _own_warnings_as_sentences(prog), _ended_by_sigterm():
-            main()
+            code = main()
             sys.stdout.flush()  # what it could not take is known here
     except _Terminated:
         print(f"{prog}: ended by SIGTERM", file=sys.stderr)
@@ -90,7 +91,7 @@ def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> in
         return 2
     finally:
         forget_choices()
-    return 0
+    return code if isinstance(code, int) else 0
 
 
 def _nobody_reads() -> bool:
@@ -277,10 +278,10 @@ def command(
     `parse_arguments`."""
 
     def main(argv: Sequence[str] | None = None) -> int:
-        def parse_and_work() -> None:
+        def parse_and_work() -> object:
             told: dict[str, Any] = {"prog": prog, "description": description or ""}
             told |= {"positional": positional, "presets": presets}
-            work(*parse_arguments(arguments_of(work), argv, **told))
+            return work(*parse_arguments(arguments_of(work), argv, **told))
 
         return run_command(parse_and_work, prog=prog.split()[0])
 
