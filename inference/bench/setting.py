@@ -18,6 +18,7 @@ from medusa_heads.inference.bench.timed_run import (
     TimedRun,
     run_once,
     summarise,
+    take_turns,
 )
 from medusa_heads.settings import at_least
 
@@ -99,13 +100,8 @@ def measure(
     with tqdm(total=total, desc=title, unit="run", disable=not progress) as bar:
         running, left_out = _warm_up(methods, model, batches[0], options)
         bar.update(len(left_out) * len(batches))
-        runs: dict[str, list[TimedRun]] = {method.name: [] for method in running}
-        for index, batch in enumerate(batches):
-            turn, seed = index % len(running), plan.seed + index
-            rows = [prompt.tokens for prompt in batch]
-            for method in [*running[turn:], *running[:turn]]:
-                runs[method.name].append(run_once(method, model, rows, seed, **options))
-                bar.update()
+        asked = [[prompt.tokens for prompt in batch] for batch in batches]
+        runs = take_turns(running, model, asked, plan.seed, bar.update, **options)
     plain = next(iter(runs))
     candidates = [name for name in runs if name in PLAIN_METHODS] or [plain]
     reference = max(

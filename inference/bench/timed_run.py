@@ -105,6 +105,26 @@ def run_once(
     return run
 
 
+def take_turns(
+    methods: Sequence[Method],
+    model: Any,
+    batches: Sequence[Sequence[Sequence[int]]],
+    seed: int,
+    on_run: Callable[[], object] = lambda: None,
+    **generate_kwargs: Any,
+) -> dict[str, list[TimedRun]]:
+    """Every method on every batch of prompts, in an order that rotates: its runs, by its name.
+    Batch i is sampled from `seed + i` by all; `on_run` is called after each run."""
+    runs: dict[str, list[TimedRun]] = {method.name: [] for method in methods}
+    for index, prompts in enumerate(batches):
+        first = index % len(methods)
+        for method in [*methods[first:], *methods[:first]]:
+            done = run_once(method, model, prompts, seed + index, **generate_kwargs)
+            runs[method.name].append(done)
+            on_run()
+    return runs
+
+
 def fastest_threads(model: Any, prompt: Sequence[int]) -> int:
     """One thread or all that torch would use, whichever decodes plainly the faster: the forward of
     one token of a small model is over before a second thread has woken up."""

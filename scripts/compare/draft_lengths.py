@@ -83,7 +83,7 @@ def measured(
     """A table of tokens per step and per second; ratios to the best fixed length."""
     from rich.table import Table
 
-    from medusa_heads.inference.bench.timed_run import WARM_UP_TOKENS, Method, TimedRun, run_once
+    from medusa_heads.inference.bench.timed_run import WARM_UP_TOKENS, Method, run_once, take_turns
     from medusa_heads.inference.models.drafted import DraftedModel
 
     sampling: dict[str, Any] = {"do_sample": False}
@@ -97,13 +97,9 @@ def measured(
         methods.append(Method(label, DraftedModel(target, draft, tree=tree).generate))
     for method in methods[:-1]:  # what is adaptive would begin to learn
         run_once(method, target.model, [prompts[0]], 0, max_new_tokens=WARM_UP_TOKENS, **options)
-    runs: dict[str, list[TimedRun]] = {method.name: [] for method in methods}
-    for index, prompt in enumerate(prompts):
-        turn = index % len(methods)
-        for method in [*methods[turn:], *methods[:turn]]:
-            new, seed = arguments.max_new_tokens, arguments.seed + index
-            run = run_once(method, target.model, [prompt], seed, max_new_tokens=new, **options)
-            runs[method.name].append(run)
+    options["max_new_tokens"] = arguments.max_new_tokens
+    alone = [[prompt] for prompt in prompts]
+    runs = take_turns(methods, target.model, alone, arguments.seed, **options)
     speeds = {
         label: sum(run.num_tokens for run in made) / sum(run.seconds for run in made)
         for label, made in runs.items()

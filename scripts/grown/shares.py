@@ -30,7 +30,7 @@ from medusa_heads.hub.pull import find_checkpoint
 from medusa_heads.inference.bench.prompts import held_out_prompts
 from medusa_heads.inference.engine.state import padded_mask
 from medusa_heads.inference.models.named_target import named_target
-from medusa_heads.machine import describe_machine, find_device
+from medusa_heads.machine import describe_machine, find_device, wait_for
 from medusa_heads.settings import flag
 from medusa_heads.target.graphs import captured
 from medusa_heads.target.graphs.captured import CapturedTarget
@@ -184,17 +184,12 @@ def forward_seconds(
 
 def seconds_of(function: Callable[[], object], target: CapturedTarget) -> float:
     """All calls together."""
-    wait(target)
+    wait_for(target.device)
     started = time.perf_counter()
     for _ in range(_FORWARDS):
         function()
-    wait(target)
+    wait_for(target.device)
     return time.perf_counter() - started
-
-
-def wait(target: CapturedTarget) -> None:
-    if target.device.type == "cuda":
-        torch.cuda.synchronize(target.device)
 
 
 def table_of(rows: list[dict[str, Any]]) -> Table:

@@ -50,9 +50,9 @@ def measure(arguments: Arguments) -> None:
     from medusa_heads.inference.bench.timed_run import (
         WARM_UP_TOKENS,
         Method,
-        TimedRun,
         run_once,
         summarise,
+        take_turns,
     )
     from medusa_heads.inference.models.drafted import DraftedModel
 
@@ -81,20 +81,9 @@ def measure(arguments: Arguments) -> None:
         options: dict[str, Any] = {"pad_token_id": 0, **how}
         for method in methods:
             run_once(method, target, [prompts[0]], 0, max_new_tokens=WARM_UP_TOKENS, **options)
-        runs: dict[str, list[TimedRun]] = {method.name: [] for method in methods}
-        for index, prompt in enumerate(prompts):
-            turn = index % len(methods)
-            for method in [*methods[turn:], *methods[:turn]]:
-                runs[method.name].append(
-                    run_once(
-                        method,
-                        target,
-                        [prompt],
-                        arguments.seed + index,
-                        max_new_tokens=arguments.max_new_tokens,
-                        **options,
-                    )
-                )
+        options["max_new_tokens"] = arguments.max_new_tokens
+        alone = [[prompt] for prompt in prompts]
+        runs = take_turns(methods, target, alone, arguments.seed, **options)
         table = Table(title=f"{arguments.dtype}, {name}, {len(prompts)} prompts")
         for column in ("drafts", "tokens per step", "tokens/s", "speed-up", "identical"):
             table.add_column(column, justify="right")

@@ -19,6 +19,7 @@ from medusa_heads import MedusaModel
 from medusa_heads.inference.acceptance import make_rule
 from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.machine import wait_for
 from medusa_heads.trees.tree import TokenTree
 
 PHASES = ("target", "draft", "walk", "cache", "rest")
@@ -30,7 +31,7 @@ def generation(
 ) -> tuple[dict[str, float], list[int]]:
     """One call of generate() behind a cache: milliseconds a step by phase, its prefill left out,
     `graph` being steps that are one graph; and what it wrote."""
-    wait(model)
+    wait_for(model.target.device)
     started = time.perf_counter()
     sequences: Any = model.generate(
         ids_1T,
@@ -39,7 +40,7 @@ def generation(
         max_new_tokens=new_tokens,
         do_sample=False,
     )
-    wait(model)
+    wait_for(model.target.device)
     stats = model.last_stats
     steps = stats.steps - 1
     seconds = time.perf_counter() - started - stats.seconds["prefill"]
@@ -95,7 +96,7 @@ def bare_step(model: MedusaModel, state: DecodingState) -> float:
     rule = make_rule("lossless", LogitsProcessorList(), False)
     times = []
     for _ in range(STEPS):
-        wait(model)
+        wait_for(model.target.device)
         started = time.perf_counter()
         tree = model.drafter.propose(state)
         logits_BNV = model.target.verify(tree, state.cache, state.tree_mask(tree))
@@ -110,7 +111,7 @@ def one_token_beyond_attention(model: MedusaModel, state: DecodingState) -> floa
     times = []
     with timed_attention(model, shortest=1) as attention:
         for _ in range(STEPS):
-            wait(model)
+            wait_for(model.target.device)
             before, started = attention["seconds"], time.perf_counter()
             logits_BNV = model.target.verify(tree, state.cache, state.tree_mask(tree))
             int(logits_BNV[0, 0].argmax())  # waits for the device
@@ -146,10 +147,10 @@ def timed_attention(model: MedusaModel, shortest: int = 2) -> Iterator[dict[str,
     spent = {"seconds": 0.0}
 
     def timed(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        wait(model)
+        wait_for(model.target.device)
         started = time.perf_counter()
         result = attend(module, query, *args, **kwargs)
-        wait(model)
+        wait_for(model.target.device)
         if query.shape[2] >= shortest:  # behind a cache, also the prefill is one token
             spent["seconds"] += time.perf_counter() - started
         return result
@@ -159,8 +160,3 @@ def timed_attention(model: MedusaModel, shortest: int = 2) -> Iterator[dict[str,
         yield spent
     finally:
         ALL_ATTENTION_FUNCTIONS[name] = attend
-
-
-def wait(model: MedusaModel) -> None:
-    if model.target.device.type == "cuda":
-        torch.cuda.synchronize(model.target.device)

@@ -31,11 +31,11 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from medusa_heads import HeadsConfig, TargetModel
+from medusa_heads import HeadsConfig
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
 from medusa_heads.config import HeadsKind
 from medusa_heads.heads import new_heads
-from medusa_heads.machine import describe_machine
+from medusa_heads.machine import describe_machine, wait_for
 from medusa_heads.machine.memory import PeakMemory
 from medusa_heads.settings import at_least, flag
 from medusa_heads.training.arguments.loss_config import LossConfig
@@ -167,10 +167,10 @@ def rate(training: Training, repeats: int) -> dict[str, Any]:
     for _ in range(repeats):
         turn = {}
         for name, way in ways.items():
-            _wait(training.target)
+            wait_for(training.target.device)
             start = time.perf_counter()
             way()
-            _wait(training.target)
+            wait_for(training.target.device)
             turn[name] = time.perf_counter() - start
         turns.append(turn)
     turns = turns[1:]  # the first warmed up
@@ -241,12 +241,6 @@ def tables_of(report: dict[str, Any]) -> list[Table]:
             table.add_row(str(row["num_heads"]), *(f"{number:.0f}" for number in numbers))
         tables.append(table)
     return tables
-
-
-def _wait(target: TargetModel) -> None:
-    """Until a GPU has done what it was given."""
-    if target.device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":
