@@ -48,13 +48,9 @@ PROMPT_LOOKUP = "transformers-prompt-lookup"
 ASSISTED = "transformers-assisted"
 HEADS = "heads"
 DRAFT_MODEL = "draft-model"
-COMPILE, STEPS, KERNELS = (
-    "+compile",
-    "+steps",
-    "+kernels",
-)  # behind the name of a method of this engine
-STREAM = "+stream"  # likewise, and before these
-CORPUS = "+corpus"  # likewise, and before +stream
+# Behind the name of a method of this engine, in this order.
+CORPUS, STREAM = "+corpus", "+stream"
+COMPILE, STEPS, KERNELS = "+compile", "+steps", "+kernels"
 # The draft length that transformers' documentation uses for prompt lookup.
 PROMPT_LOOKUP_TOKENS = 10
 

@@ -24,7 +24,14 @@ from medusa_heads.heads import DraftHeads, MedusaHeads
 from medusa_heads.heads.drafting import near_layers
 from medusa_heads.heads.medusa import ResBlock
 from medusa_heads.inference.adapt.measure import DEFAULT_CONTEXT
-from medusa_heads.inference.plan.tree_size import TreeSize, measured_sizes, read_as, tune
+from medusa_heads.inference.plan.tree_size import (
+    TreeSize,
+    chain_chances,
+    expected_tokens,
+    measured_sizes,
+    read_as,
+    tune,
+)
 from medusa_heads.machine import describe_machine
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.statistics import HeadStatistics
@@ -59,16 +66,6 @@ def best_chain_length(acceptance: float, draft_cost: float, longest: int = _LONG
     It pays exactly where acceptance is above the cost (corollary 3.9). Raises ValueError: as
     `chain_speedup`."""
     return max(range(longest + 1), key=lambda length: chain_speedup(acceptance, length, draft_cost))
-
-
-def chain_chances(statistics: HeadStatistics) -> list[float]:
-    """The chance that the first 1, 2, .. best guesses of the heads are all right."""
-    counts = dict(statistics.paths)
-    # What is so rare that no path was kept for it counts as never.
-    return [
-        counts.get((0,) * depth, 0) / statistics.positions
-        for depth in range(1, statistics.num_heads + 1)
-    ]
 
 
 def mean_acceptance(chances: Sequence[float]) -> float:
@@ -109,10 +106,7 @@ def analyze(
     if not sizes or sizes[0] < 1:
         raise ValueError(f"expected batch sizes of at least 1, got {list(batch_sizes)}")
     chances = chain_chances(statistics)
-    # Plain decoding, and the chains of 1, 2, .. heads.
-    expected = {"none": 1.0} | {
-        f"chain:{depth}": 1 + math.fsum(chances[:depth]) for depth in range(1, len(chances) + 1)
-    }
+    expected = expected_tokens(statistics, chain_only=True)
     kind = read_as(heads) | {"chains": len(chances)}
     batches = []
     for rows in sizes:

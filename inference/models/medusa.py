@@ -47,11 +47,8 @@ class MedusaModel(AssistedModel):
         corpus: text to copy from: a file, a folder, a saved index, or lists of token ids.
         deterministic: take the same steps every time, and carry nothing from text to text.
         trust_remote_code: let the tokenizer that reads the corpus run code of its own.
-        acceptance: `"lossless"`, or a lossy rule: see AssistedModel.
-        acceptance_settings: of a lossy rule, such as `{"epsilon": 0.09, "delta": 0.3}`.
-        rng: `"keyed"`, or `"transformers"` for the sampled text of generate(): see AssistedModel.
-        compile: run the target through torch.compile, or `"auto"`: see AssistedModel.
-        compile_backend: of torch.compile.
+        options: `acceptance`, `acceptance_settings`, `rng`, `compile`, `compile_backend`: see
+            AssistedModel.
 
     `plan/trees.py` lists all words for trees. `"auto"`, `"16+suffix"` and `"suffix"` use a corpus.
 

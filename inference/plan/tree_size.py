@@ -7,9 +7,9 @@ that maximises E(n) / t(n) decodes fastest; on a GPU that may be 64 nodes, on tw
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from medusa_heads.heads import DraftHeads
@@ -38,12 +38,16 @@ class TreeSize:
     @property
     def nodes(self) -> int:
         """Drafted nodes."""
-        return int(self.tree.partition(":")[2] or 0)
+        return _nodes(self.tree)
 
     @property
     def tokens_per_second(self) -> float:
         """What the size is chosen by."""
         return self.tokens_per_step / self.step_seconds
+
+
+def _nodes(tree: str) -> int:
+    return int(tree.partition(":")[2] or 0)
 
 
 def best_tree(target: TargetModel, heads: DraftHeads, statistics: HeadStatistics) -> str:
@@ -73,9 +77,7 @@ def tune(
     expected = expected_tokens(statistics, chain_only=capability(target) != "tree")
     # More nodes than this in all rows together pay on no machine, and take long to measure.
     most = min(max(_MOST_NODES // batch_size, 1), room(target))
-    expected = {
-        tree: tokens for tree, tokens in expected.items() if int(tree.partition(":")[2] or 0) < most
-    }
+    expected = {tree: tokens for tree, tokens in expected.items() if _nodes(tree) < most}
     kind = read_as(heads)
     where = {"context": context, "batch_size": batch_size, "refresh": refresh}
     return measured_sizes(target, heads, statistics, expected, kind, **where)
@@ -105,16 +107,24 @@ def measured_sizes(
     ]
 
 
+def chain_chances(statistics: HeadStatistics) -> list[float]:
+    """The chance that the first 1, 2, .. best guesses of the heads are all right."""
+    counts = dict(statistics.paths)
+    # What is so rare that no path was kept for it counts as never.
+    return [
+        counts.get((0,) * depth, 0) / statistics.positions
+        for depth in range(1, statistics.num_heads + 1)
+    ]
+
+
 def expected_tokens(statistics: HeadStatistics, *, chain_only: bool = False) -> dict[str, float]:
     """Expected tokens a step of each tree considered, or of each chain."""
     # Drafting nothing is a choice too: on some machines every tree costs more than it brings.
     none = {"none": 1.0}
     if chain_only:
-        counts = dict(statistics.paths)
-        likeliest = [counts.get((0,) * depth, 0) for depth in range(1, statistics.num_heads + 1)]
-        totals = accumulate(likeliest, initial=statistics.positions)
-        chains = {f"chain:{n}": total / statistics.positions for n, total in enumerate(totals)}
-        return none | {chain: tokens for chain, tokens in chains.items() if chain != "chain:0"}
+        chances = chain_chances(statistics)
+        lengths = range(1, len(chances) + 1)
+        return none | {f"chain:{length}": 1 + math.fsum(chances[:length]) for length in lengths}
     largest = len(statistics.paths)
     static = {f"static:{n}": statistics.expected_tokens_per_step(n) for n in SIZES if n <= largest}
     dynamic = {f"dynamic:{n}": e for n, e in statistics.dynamic_tokens_per_step.items()}

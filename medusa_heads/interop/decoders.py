@@ -187,11 +187,7 @@ def read_tensors(
     if surplus := sorted(set(source.files) - {*names.values(), *BESIDE, *left_out}):
         raise ValueError(f"{source.name!r}: {surplus[0]} is no tensor of {whole}")
     for name, wanted in expected.items():
-        if source.shape(names[name]) != wanted:
-            raise ValueError(
-                f"{source.name!r}: {names[name]} has shape {list(source.shape(names[name]))}, "
-                f"expected {list(wanted)}"
-            )
+        source.check_shape(names[name], wanted)
     tensors = {ours: source.read(theirs) for ours, theirs in names.items()}
     if config.draft_vocab_size is not None:
         tensors[DRAFT_TOKENS] = _tokens(source, config)

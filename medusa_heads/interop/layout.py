@@ -141,11 +141,7 @@ def _compare(source: Source, layout: Layout, config: HeadsConfig) -> None:
         assert rows is not None and config.hidden_size is not None
         shapes[layout.matrix] = (rows, config.hidden_size)
     for name, shape in shapes.items():
-        if source.shape(name) != shape:
-            raise ValueError(
-                f"{source.name!r}: {name} has shape {list(source.shape(name))}, expected "
-                f"{list(shape)}, as the others imply"
-            )
+        source.check_shape(name, shape, ", as the others imply")
 
 
 def _compare_claims(layout: Layout, config: HeadsConfig) -> None:

@@ -101,6 +101,13 @@ class Source:
         """Of a tensor, whose values are not read."""
         return tuple(self._tensor(name)[0].shape)
 
+    def check_shape(self, name: str, expected: tuple[int, ...], why: str = "") -> None:
+        """Raises ValueError: a tensor has another shape."""
+        if (shape := self.shape(name)) != expected:
+            raise ValueError(
+                f"{self.name!r}: {name} has shape {list(shape)}, expected {list(expected)}{why}"
+            )
+
     def read(self, name: str, *, expected: Sequence[str] | None = FLOATS) -> Tensor:
         """A tensor in the dtype it is stored in, one of those `expected`, and finite; or, of None,
         whatever it is."""

@@ -19,7 +19,6 @@ from medusa_heads.inference.bench.speedup import (
     best_chain_length,
     break_even,
     cache_bytes_per_token,
-    chain_chances,
     chain_speedup,
     chain_tokens,
     mean_acceptance,
@@ -31,6 +30,7 @@ from medusa_heads.inference.bench.speedup_report import (
     tables,
     write_analysis,
 )
+from medusa_heads.inference.plan.tree_size import chain_chances
 from medusa_heads.trees.statistics import HeadStatistics, simulate_tokens_per_step
 from tests.conftest import TinyLlama
 
