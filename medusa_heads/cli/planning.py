@@ -12,7 +12,6 @@ from medusa_heads.inference.regeneration.arguments import DistillArguments
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from rich.console import Console
     from transformers import TrainingArguments
 
     from medusa_heads.cli.training import Command
@@ -35,62 +34,29 @@ def show_plan_of(
     from rich.console import Console
 
     from medusa_heads.training.data.sample import show_sample
+    from medusa_heads.training.hidden.device_map import load_placed
     from medusa_heads.training.hidden.meta_target import meta_target
     from medusa_heads.training.runs.dry_run import show_plan
+    from medusa_heads.training.runs.rehearsal import Course, forecast, rehearse, show_forecast
 
     # Several processes take the target in the dtype it is stored in.
     target = meta_target(command.to_target, args.device if args.world_size == 1 else None)
     data, rows, size = planned_text(command, target, args, num_heads)
     planned = plan(target, data, size)
-    if args.process_index == 0:
-        print_choices()
-        console = Console()
-        show_sample(rows, command.tokenizer, console)
-        show_plan(planned, console)
-        _measure(command, args, planned, data, train, begins_as, compare, console)
-        say_warnings(data.warnings)
-
-
-def _measure(
-    command: Command,
-    args: TrainingArguments,
-    planned: DryRun,
-    data: TrainingData,
-    train: Callable[..., object],
-    begins_as: str | None,
-    compare: Callable[[TargetModel, TrainingData], str] | None,
-    console: Console,
-) -> None:
-    """Print what some steps take here, or why that is not known."""
-    from medusa_heads.files import expanded
-    from medusa_heads.machine.devices import free_memory
-    from medusa_heads.training.arguments.target import TargetArguments
-    from medusa_heads.training.hidden.device_map import load_placed
-    from medusa_heads.training.hidden.meta_target import weights_on_disk
-    from medusa_heads.training.runs.dry_run import byte_size
-    from medusa_heads.training.runs.rehearsal import Course, forecast, rehearse, show_forecast
-
-    other = TargetArguments(begins_as or "")
-    needed, free = sum(planned.memory.values()), free_memory(args.device)
-    reason = None
-    if not command.to_optimise.measure_steps:
-        reason = "measure_steps is off"
-    elif args.world_size > 1:
-        reason = "this is one of several processes; without a launcher one measures"
-    elif not weights_on_disk(command.to_target):
-        reason = "the target's weights are not on this disk"
-    elif begins_as and not expanded(begins_as).is_dir() and not weights_on_disk(other):
-        reason = f"the weights of {begins_as!r} are not on this disk"
-    elif free is not None and needed > free:
-        reason = f"about {byte_size(needed)} are needed, and {byte_size(free)} are free"
-    if reason is not None:
+    if args.process_index != 0:
+        return
+    print_choices()
+    console = Console()
+    show_sample(rows, command.tokenizer, console)
+    show_plan(planned, console)
+    if reason := _unmeasured(command, args, planned, begins_as):
         console.print(f"No step was measured: {reason}.", highlight=False)
+        say_warnings(data.warnings)
         return
     console.print("Measuring steps of two sizes ..", style="dim")
     target = load_placed(command.to_target, args, apply_choice)
     course = Course.of(data, args)
-    found = forecast(*rehearse(train, target, data, args), course)
-    show_forecast(found, course, console)
+    show_forecast(forecast(*rehearse(train, target, data, args), course), course, console)
     if compare is not None and not data.is_stream:
         try:
             console.print(compare(target, data), highlight=False)
@@ -98,6 +64,32 @@ def _measure(
             console.print(f"The disk of hidden states was not measured: {error}.", highlight=False)
     if command.to_distill.self_distill:
         console.print("The target writes the text before; that is not in it.")
+    say_warnings(data.warnings)
+
+
+def _unmeasured(
+    command: Command, args: TrainingArguments, planned: DryRun, begins_as: str | None
+) -> str | None:
+    """Why it is not known what steps take here; None where they can be measured."""
+    from medusa_heads.files import expanded
+    from medusa_heads.machine.devices import free_memory
+    from medusa_heads.training.arguments.target import TargetArguments
+    from medusa_heads.training.hidden.meta_target import weights_on_disk
+    from medusa_heads.training.runs.dry_run import byte_size
+
+    other = TargetArguments(begins_as or "")
+    needed, free = sum(planned.memory.values()), free_memory(args.device)
+    if not command.to_optimise.measure_steps:
+        return "measure_steps is off"
+    if args.world_size > 1:
+        return "this is one of several processes; without a launcher one measures"
+    if not weights_on_disk(command.to_target):
+        return "the target's weights are not on this disk"
+    if begins_as and not expanded(begins_as).is_dir() and not weights_on_disk(other):
+        return f"the weights of {begins_as!r} are not on this disk"
+    if free is not None and needed > free:
+        return f"about {byte_size(needed)} are needed, and {byte_size(free)} are free"
+    return None
 
 
 def planned_text(

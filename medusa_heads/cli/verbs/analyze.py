@@ -63,8 +63,7 @@ def analyze(arguments: AnalyzeArguments) -> None:
         for batch in report["batches"]
     ]
     report["memory_free"] = free_memory(model.target.device)
-    for table in speedup_report.tables(report):
-        console.print(table)
+    console.print(*speedup_report.tables(report))
     print(speedup_report.break_even_sentence(report))
     if too_much := speedup_report.memory_sentence(report):
         print(too_much)

@@ -144,9 +144,7 @@ def benchmark(arguments: BenchmarkArguments) -> None:
         on_setting=keep,
     )
     report["prompts_left_out"] += left_out
-    console = Console()
-    for table in tables(report):
-        console.print(table)
+    Console().print(*tables(report))
     if report["prompts_left_out"]:
         print(f"Left out, as longer than asked for: {report['prompts_left_out']} prompts.")
     if arguments.report is not None:
