@@ -10,7 +10,6 @@ inputs have not changed since it last finished is not run again.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -26,7 +25,8 @@ from rich.console import Console
 
 from medusa_heads.cli import train_heads
 from medusa_heads.cli.flags.arguments import run_command
-from medusa_heads.files import replace_json
+from medusa_heads.files import read_json, replace_json
+from medusa_heads.machine.products import dtype_name
 from scripts.demo.plan import Plan
 from scripts.demo.recipe import Recipe
 from scripts.demo.screen import show_plan, show_result
@@ -101,7 +101,7 @@ def run_demo(recipe: Recipe, console: Console) -> int:
 def stages_of(recipe: Recipe, plan: Plan) -> tuple[Stage, Stage]:
     """What there is to do, as much of it as was planned."""
     rows, prompts = plan.amounts.rows, plan.amounts.prompts
-    dtype = recipe.decode.dtype_name
+    dtype = dtype_name(recipe.decode.dtype)
     proof = "their texts compared, too" if dtype == "float32" else "and their texts in float32"
     return (
         Stage(
@@ -140,10 +140,9 @@ def remember(stage: Stage, recipe: Recipe) -> None:
 
 def _done(recipe: Recipe) -> dict[str, Any]:
     try:
-        content = json.loads(recipe.stages_file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json(recipe.stages_file)
+    except ValueError:
         return {}
-    return content if isinstance(content, dict) else {}
 
 
 if __name__ == "__main__":

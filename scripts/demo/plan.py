@@ -6,7 +6,7 @@ Both shrink together from what a fast machine takes to a floor, below which the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 BUDGET = 300.0  # seconds of both stages
@@ -143,11 +143,6 @@ def from_plain(values: Mapping[str, Any] | None) -> Speeds | None:
         return speeds if all(0 < each < float("inf") for each in seconds) else None
     except (TypeError, AttributeError):
         return None
-
-
-def to_plain(speeds: Speeds) -> dict[str, Any]:
-    """Plain values for JSON."""
-    return asdict(speeds)
 
 
 def in_words(seconds: float) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.flags.arguments import parse_arguments
 from medusa_heads.cli.train_heads import ARGUMENTS
+from medusa_heads.machine.products import dtype_name
 from scripts.demo.plan import (
     BUDGET,
     FLOOR,
@@ -23,7 +24,6 @@ from scripts.demo.plan import (
     Work,
     from_plain,
     make_plan,
-    to_plain,
 )
 
 if TYPE_CHECKING:
@@ -90,23 +90,23 @@ class Recipe:
         return str(self.settings["TargetArguments"].model_name_or_path)
 
     @cached_property
-    def train(self) -> Chosen:
+    def train(self) -> Choice:
         """What is fastest here for training."""
         return self._chosen("train")
 
     @cached_property
-    def decode(self) -> Chosen:
+    def decode(self) -> Choice:
         """What is fastest here for decoding with trees."""
         return self._chosen("tree")
 
-    def _chosen(self, use: Use) -> Chosen:
+    def _chosen(self, use: Use) -> Choice:
         from medusa_heads.machine import choose
         from medusa_heads.target.loading import stored_form
 
         form = stored_form(self.target)
         if form is None:
             raise ValueError(f"expected a target at {self.target!r}, found none")
-        return Chosen(choose(use, stored=form.dtype, shape=form.shape, count_threads=False))
+        return choose(use, stored=form.dtype, shape=form.shape, count_threads=False)
 
     def plan(self) -> Plan:
         """As much as fits into the budget at the speeds of this machine.
@@ -124,7 +124,7 @@ class Recipe:
         dtypes = [setting.dtype for setting in self.benchmark_settings()]
         facts = {
             "config": self.config.read_text(encoding="utf-8"),
-            "train": self.train.dtype_name,
+            "train": dtype_name(self.train.dtype),
             "decode": dtypes,
             "new_tokens": self.new_tokens,
         }
@@ -133,7 +133,7 @@ class Recipe:
             from scripts.demo.trials import measure_speeds
 
             speeds = measure_speeds(self, dtypes)
-            store.write("speeds", facts, to_plain(speeds))
+            store.write("speeds", facts, asdict(speeds))
         return speeds
 
     def work(self) -> Work:
@@ -152,7 +152,7 @@ class Recipe:
 
     def train_flags(self, plan: Plan) -> list[str]:
         """Of train-heads."""
-        dtype = self.train.dtype_name
+        dtype = dtype_name(self.train.dtype)
         given = {
             "config": self.config,
             "output_dir": self.heads,
@@ -166,7 +166,7 @@ class Recipe:
         """Speed in the fastest dtype; in float32 the proof that heads leave the text as it is."""
         from medusa_heads.inference.bench.setting import Setting
 
-        measured = {"float32": ("plain",)} | {self.decode.dtype_name: self.methods}
+        measured = {"float32": ("plain",)} | {dtype_name(self.decode.dtype): self.methods}
         return [
             Setting(decoding, dtype, tuple(dict.fromkeys((*methods, *same))))
             for dtype, methods in reversed(measured.items())
@@ -201,11 +201,10 @@ class Recipe:
                 temperature=TEMPERATURE,
                 seed=SEED,
             ),
-            device=str(self.decode.choice.device),
+            device=str(self.decode.device),
         )
         console = Console()
-        for table in tables(report):
-            console.print(table)
+        console.print(*tables(report))
         stored = read_sidecar(self.heads).get("statistics")
         write_report(self.folder, report, HeadStatistics.from_dict(stored) if stored else None)
 
@@ -216,7 +215,7 @@ class Recipe:
 
         decided = {
             "rows": plan.amounts.rows,
-            "dtype": self.train.dtype_name,
+            "dtype": dtype_name(self.train.dtype),
             "machine": machine_facts(),
             "version": metadata.version("medusa-heads"),
             "python": platform.python_version(),
@@ -239,15 +238,3 @@ class Recipe:
         digest = hashlib.sha256((self.heads_key(plan) + json.dumps(decided)).encode())
         digest.update((self.heads / self.weights_file).read_bytes())
         return digest.hexdigest()
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """A choice of this machine's, with its dtype by name."""
-
-    choice: Choice
-
-    @property
-    def dtype_name(self) -> str:
-        """Such as `float32`."""
-        return str(self.choice.dtype).removeprefix("torch.")

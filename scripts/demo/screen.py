@@ -39,7 +39,7 @@ def show_plan(
         )
     )
     for doing, chosen in (("training", recipe.train), ("decoding", recipe.decode)):
-        console.print(f"{doing} in {chosen.choice.reason}", highlight=False)
+        console.print(f"{doing} in {chosen.reason}", highlight=False)
     table = Table()
     for column in ("stage", "what it does", "takes about"):
         table.add_column(column, no_wrap=column != "what it does")
@@ -81,8 +81,7 @@ def show_result(console: Console, recipe: Recipe, *, reread: bool) -> None:
     report = json.loads((recipe.folder / "report.json").read_text(encoding="utf-8"))
     if reread:
         console.print(f"Measured {report['created']}:")
-        for table in tables(report):
-            console.print(table)
+        console.print(*tables(report))
     for line in findings(report):
         console.print(line)
     for name, path in (

@@ -22,6 +22,7 @@ from medusa_heads.inference.regeneration.answers import Sampling
 from medusa_heads.inference.regeneration.arguments import DistillArguments
 from medusa_heads.inference.regeneration.prompts import Prompt
 from medusa_heads.inference.regeneration.transformers_backend import generate_batch
+from medusa_heads.machine.products import dtype_name
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
@@ -45,7 +46,7 @@ def measure_speeds(recipe: Recipe, decode_dtypes: list[str]) -> Speeds:
     """
     to_distill: DistillArguments = recipe.settings["DistillArguments"]
     to_optimise: OptimisationArguments = recipe.settings["OptimisationArguments"]
-    device = recipe.train.choice.device
+    device = recipe.train.device
 
     def load(dtype: str) -> TargetModel:
         loaded: Any = getattr(torch, dtype)
@@ -58,7 +59,7 @@ def measure_speeds(recipe: Recipe, decode_dtypes: list[str]) -> Speeds:
             dtype: _text_seconds(load(dtype), to_distill.prompt_length, recipe.new_tokens)
             for dtype in dict.fromkeys(decode_dtypes)
         }
-        target = load(recipe.train.dtype_name)
+        target = load(dtype_name(recipe.train.dtype))
         torch.set_num_threads(max(threads // to_distill.generation_workers, 1))
         row_written = _writing_seconds(target, to_distill)
         torch.set_num_threads(threads)
