@@ -76,29 +76,18 @@ def run(arguments: Arguments) -> dict[str, Any]:
         raise ValueError(f"expected decodings among {', '.join(DECODINGS)}, got {unknown[0]!r}")
     device = find_device(arguments.device)
     from rich.console import Console
-    from transformers import AutoTokenizer, logging
-    from transformers.utils.logging import disable_progress_bar
 
-    from medusa_heads.hub.pull import find_checkpoint
     from medusa_heads.inference.bench.methods import check_methods
-    from medusa_heads.inference.bench.prompts import held_out_prompts
     from medusa_heads.inference.bench.report import tables, write_numbers
     from medusa_heads.inference.bench.run import measure_models
     from medusa_heads.inference.bench.setting import Plan, Setting
-    from medusa_heads.inference.models.named_target import named_target
+    from scripts.grown.model import prompts_of
 
     check_methods([arguments.methods], heads=True, draft=False)
-    logging.set_verbosity_error()
-    disable_progress_bar()
     console = Console(highlight=False)
     models = _models(arguments, device, console)
-    name, revision = named_target(find_checkpoint(arguments.heads))
-    prompts = held_out_prompts(
-        AutoTokenizer.from_pretrained(name, revision=revision or "main"),
-        num_prompts=max(arguments.num_prompts, 2 * max(arguments.batch_sizes)),
-        prompt_length=arguments.prompt_length,
-        seed=1,  # train-heads draws the text it measures heads on with seed 0
-    )
+    count = max(arguments.num_prompts, 2 * max(arguments.batch_sizes))
+    prompts = prompts_of(arguments.heads, count, arguments.prompt_length)
     settings = [
         Setting(name, arguments.dtype, tuple(arguments.methods)) for name in arguments.decodings
     ]
@@ -119,8 +108,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
             on_setting=keep,
         )
         measured.extend(report["settings"])
-        for table in tables(report):
-            console.print(table)
+        console.print(*tables(report))
     return whole
 
 
@@ -128,15 +116,13 @@ def _models(arguments: Arguments, device: torch.device, console: Console) -> Mod
     import torch
 
     from medusa_heads.inference.bench.methods import Models
-    from medusa_heads.inference.models.medusa import MedusaModel
     from scripts.grown.model import grown_medusa
 
-    where: dict[str, Any] = {"dtype": getattr(torch, arguments.dtype), "device": device}
-    if arguments.shape == "own":
-        medusa = MedusaModel.from_pretrained(arguments.heads, tree="none", compile=False, **where)
-        return Models(medusa.target, medusa)
     started = time.perf_counter()
-    medusa, grown = grown_medusa(arguments.heads, arguments.shape, **where)
+    dtype: torch.dtype = getattr(torch, arguments.dtype)
+    medusa, grown = grown_medusa(arguments.heads, arguments.shape, dtype=dtype, device=device)
+    if grown is None:
+        return Models(medusa.target, medusa)
     differences = grown.differences()
     seconds = time.perf_counter() - started
     model: Any = medusa.target.model

@@ -11,18 +11,23 @@ Shapes: O rows and I columns of a matrix, S places, D hidden; with a prime those
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import Qwen3_5ForCausalLM
 
-from scripts.grown.llama import Noise, grown_vocabulary
+from scripts.grown.llama import (
+    WRITING,
+    Noise,
+    assembled,
+    grown_config,
+    grown_layers,
+    grown_vocabulary,
+)
 from scripts.grown.shape import Placement, Shape
 
 _LINEAR_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
-_WRITING = ("o_proj", "out_proj", "down_proj")
 
 
 def grow_hybrid(
@@ -46,28 +51,15 @@ def grow_hybrid(
     device = small.device if device is None else torch.device(device)
     with device:
         place = Placement(Shape.of(config), shape, config.rms_norm_eps, keeps_epsilon=True)
-        large = _config(config, place, dtype)
+        large = grown_config(config, place, dtype=dtype, **_more_layers(config, place))
         layers = _Layers(config, large, place, Noise(seed), dtype)
         state = {name: tensor.to(device) for name, tensor in small.state_dict().items()}
-        grown = layers.outer(state)
-        for start, end in zip(
-            place.layers, [*place.layers[1:], shape.num_hidden_layers], strict=True
-        ):
-            prefix = f"model.layers.{place.layers.index(start)}."
-            own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-            for name, weight in layers.layer(own).items():
-                silent = name.split(".")[-2] in _WRITING
-                for number in range(start, end):
-                    copy = torch.zeros_like(weight) if silent and number > start else weight.clone()
-                    grown[f"model.layers.{number}.{name}"] = copy
-        with torch.device("meta"):
-            model: Any = Qwen3_5ForCausalLM(large)
-        model.load_state_dict(grown, assign=True)
-        model.model.rotary_emb = type(model.model.rotary_emb)(large)
-    return model.eval(), place
+        grown = layers.outer(state) | grown_layers(state, place, layers.layer)
+        return assembled(Qwen3_5ForCausalLM, large, grown), place
 
 
-def _config(config: Any, place: Placement, dtype: torch.dtype) -> Qwen3_5TextConfig:
+def _more_layers(config: Any, place: Placement) -> dict[str, Any]:
+    """The kinds of the large model's layers, and the heads of those of gated deltas."""
     ends = [*place.layers[1:], place.large.num_hidden_layers]
     kinds = [
         kind
@@ -76,11 +68,7 @@ def _config(config: Any, place: Placement, dtype: torch.dtype) -> Qwen3_5TextCon
     ]
     more = place.large.num_attention_heads / place.small.num_attention_heads
     heads = {name: int(getattr(config, name) * more) for name in _LINEAR_HEADS}
-    values = config.to_dict() | asdict(place.large) | heads
-    values |= {"layer_types": kinds, "tie_word_embeddings": False, "dtype": dtype}
-    made = Qwen3_5TextConfig(**values)
-    made.grown_from = {"name_or_path": str(config._name_or_path), **asdict(place.small)}
-    return made
+    return {"layer_types": kinds, **heads}
 
 
 class _Layers:
@@ -119,7 +107,7 @@ class _Layers:
                 grown[name] = self._norm(weight)
             elif rows_S is None:  # a norm within a head
                 grown[name] = weight.to(self._dtype)
-            elif name.split(".")[-2] in _WRITING:
+            elif name.split(".")[-2] in WRITING:
                 grown[name] = self._writing(weight, rows_S, size)
             else:
                 grown[name] = self._reading(weight[self._copied(name)], rows_S, size)

@@ -9,13 +9,13 @@ Shapes: O rows and I columns of a matrix, S places, others as in shape.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from scripts.grown.shape import Placement, Shape
 
@@ -23,6 +23,7 @@ from scripts.grown.shape import Placement, Shape
 # so little that heads do not feel it among their squares, so much that no logit is below theirs.
 _CONSTANT_NORM = 2.0**-6
 _NEVER = -(2.0**40)
+WRITING = ("o_proj", "out_proj", "down_proj")  # to the residual stream
 
 
 class Noise:
@@ -66,43 +67,49 @@ def grow_llama(
             f"rotary frequencies of type {rope!r} depend on head_dim: keep it at {config.head_dim}"
         )
     with device:
-        return _model(config, place, _weights(small, place, Noise(seed), dtype), dtype), place
+        noise = Noise(seed)
+        state = {name: tensor.to(device) for name, tensor in small.state_dict().items()}
+        grown = _outer(state, place, noise, dtype)
+        grown |= grown_layers(state, place, lambda layer: _layer(layer, place, noise, dtype))
+        large = grown_config(config, place, dtype=dtype, rms_norm_eps=place.epsilon)
+        return assembled(LlamaForCausalLM, large, grown), place
 
 
-def _weights(
-    small: LlamaForCausalLM, place: Placement, noise: Noise, dtype: torch.dtype
+def grown_layers(
+    state: Mapping[str, Tensor],
+    place: Placement,
+    grow: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """All weights of the large model, on the device of the context."""
-    here = torch.get_default_device()
-    state = {name: tensor.to(here) for name, tensor in small.state_dict().items()}
-    grown = _outer(state, place, noise, dtype)
-    for old, start in enumerate(place.layers):
+    """The weights of all layers, each as `grow` makes it of a small one; those added are the
+    identity."""
+    grown = {}
+    ends = [*place.layers[1:], place.large.num_hidden_layers]
+    for old, (start, end) in enumerate(zip(place.layers, ends, strict=True)):
         prefix = f"model.layers.{old}."
-        layer = {k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)}
-        weights = _layer(layer, place, noise, dtype)
-        grown |= {f"model.layers.{start}.{name}": weight for name, weight in weights.items()}
-        end = [*place.layers, place.large.num_hidden_layers][old + 1]
-        for identity in range(start + 1, end):
-            for name, weight in weights.items():
-                silent = name.split(".")[1] in ("o_proj", "down_proj")
-                copy = torch.zeros_like(weight) if silent else weight.clone()
-                grown[f"model.layers.{identity}.{name}"] = copy
+        layer = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+        for name, weight in grow(layer).items():
+            silent = name.split(".")[-2] in WRITING
+            for number in range(start, end):
+                copy = torch.zeros_like(weight) if silent and number > start else weight.clone()
+                grown[f"model.layers.{number}.{name}"] = copy
     return grown
 
 
-def _model(
-    config: Any, place: Placement, state: dict[str, Tensor], dtype: torch.dtype
-) -> LlamaForCausalLM:
-    made_of = {"name_or_path": str(config._name_or_path), **asdict(place.small)}
-    values = config.to_dict() | asdict(place.large)
-    values |= {"rms_norm_eps": place.epsilon, "tie_word_embeddings": False, "dtype": dtype}
-    new_config = LlamaConfig(**values)
-    new_config.grown_from = made_of
+def grown_config(config: Any, place: Placement, **settings: Any) -> Any:
+    """The configuration at the large sizes, with other settings; it says what it was."""
+    settings = config.to_dict() | asdict(place.large) | settings
+    made = type(config)(**settings | {"tie_word_embeddings": False})
+    made.grown_from = {"name_or_path": str(config._name_or_path), **asdict(place.small)}
+    return made
+
+
+def assembled(kind: Callable[[Any], Any], config: Any, state: Mapping[str, Tensor]) -> Any:
+    """A model of that kind with these weights."""
     with torch.device("meta"):  # it takes these weights for its own, and makes none before
-        model: Any = LlamaForCausalLM(new_config)
+        model = kind(config)
     model.load_state_dict(state, assign=True)
     # All that is no weight: the frequencies, which follow from the configuration.
-    model.model.rotary_emb = type(model.model.rotary_emb)(new_config)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
     return model.eval()
 
 

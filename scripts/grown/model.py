@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import logging
+from transformers import AutoTokenizer, logging
 from transformers.utils.logging import disable_progress_bar
 
 from medusa_heads import MedusaModel, TargetModel
 from medusa_heads.checkpoint.checkpoint import LoadedHeads, load_heads
 from medusa_heads.heads import DraftHeads
 from medusa_heads.hub.pull import find_checkpoint
+from medusa_heads.inference.bench.prompts import held_out_prompts
 from medusa_heads.inference.models.named_target import named_target
 from scripts.grown.heads import grow_heads
 from scripts.grown.hybrid import grow_hybrid
@@ -77,8 +78,7 @@ def load_small(name: str, revision: str | None = None) -> TargetModel:
     Raises:
         ValueError: nothing loadable stands there, or it is neither a Llama nor a Qwen3.5 hybrid.
     """
-    logging.set_verbosity_error()
-    disable_progress_bar()
+    _load_quietly()
     at: dict[str, Any] = {} if revision is None else {"revision": revision}
     small = TargetModel.from_pretrained(name, dtype=torch.float32, use=None, **at)
     config: Any = small.model.config
@@ -146,18 +146,24 @@ def grown_medusa(
     dtype: torch.dtype,
     device: str | torch.device | None = None,
     tree: str = "none",
-) -> tuple[MedusaModel, GrownModel]:
-    """A heads checkpoint and the target that it names grown together, ready to decode.
+) -> tuple[MedusaModel, GrownModel | None]:
+    """A heads checkpoint and the target that it names, grown together or as they are, ready to
+    decode.
 
     Args:
         checkpoint: a folder, or on a hub.
-        shape: one of SHAPES by name.
+        shape: one of SHAPES by name; `own`: they do not grow.
         dtype, device: see grow.
         tree: as MedusaModel takes it.
 
     Raises:
         ValueError: see grow.
     """
+    options: dict[str, Any] = {"tree": tree, "compile": False}
+    if shape == "own":
+        _load_quietly()
+        where: dict[str, Any] = {"dtype": dtype, "device": device}
+        return MedusaModel.from_pretrained(checkpoint, **where, **options), None
     name, revision = named_target(find_checkpoint(checkpoint))
     small = load_small(name, revision)
     grown = grow(small, checkpoint, SHAPES[shape], dtype=dtype, device=device)
@@ -165,8 +171,21 @@ def grown_medusa(
     model.config._name_or_path = f"{name} grown to {shape}"
     assert grown.loaded is not None and grown.heads is not None
     statistics = grown.loaded.statistics
-    options: dict[str, Any] = {"tree": tree, "compile": False}
     return MedusaModel(grown.target, grown.heads, statistics=statistics, **options), grown
+
+
+def prompts_of(checkpoint: str, count: int, length: int) -> list[list[int]]:
+    """Held-out text in tokens of the target that heads name: other text than train-heads, which
+    draws with the seed 0, measures them on."""
+    name, revision = named_target(find_checkpoint(checkpoint))
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main")
+    return held_out_prompts(tokenizer, num_prompts=count, prompt_length=length, seed=1)
+
+
+def _load_quietly() -> None:
+    """From now on without the bars and warnings of loading."""
+    logging.set_verbosity_error()
+    disable_progress_bar()
 
 
 def _difference(before: Tensor, after: Tensor) -> tuple[float, float]:

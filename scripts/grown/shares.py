@@ -21,21 +21,16 @@ from typing import Any, Literal
 import torch
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoTokenizer, logging
-from transformers.utils.logging import disable_progress_bar
 
 from medusa_heads import MedusaModel
 from medusa_heads.cli.flags.arguments import command
-from medusa_heads.hub.pull import find_checkpoint
-from medusa_heads.inference.bench.prompts import held_out_prompts
 from medusa_heads.inference.engine.state import padded_mask
-from medusa_heads.inference.models.named_target import named_target
 from medusa_heads.machine import describe_machine, find_device, wait_for
 from medusa_heads.settings import flag
 from medusa_heads.target.graphs import captured
 from medusa_heads.target.graphs.captured import CapturedTarget
 from medusa_heads.trees.tree import TreeShape
-from scripts.grown.model import grown_medusa
+from scripts.grown.model import grown_medusa, prompts_of
 from scripts.measure.written import write_report
 
 _WARM_UP, _TEXTS, _FORWARDS, _KERNELS = 3, 3, 20, 12  # of each: texts, texts, calls, rows to show
@@ -65,23 +60,12 @@ def write(arguments: Arguments) -> None:
     device = find_device(arguments.device)
     if not captured.records(device):
         raise ValueError(f"steps are recorded on an NVIDIA GPU alone, and this is {device}")
-    machine, checkpoint = describe_machine(), find_checkpoint(arguments.heads)
-    logging.set_verbosity_error()
-    disable_progress_bar()
-    where: dict[str, Any] = {"dtype": getattr(torch, arguments.dtype), "device": device}
-    if arguments.shape == "own":
-        medusa = MedusaModel.from_pretrained(checkpoint, tree="none", compile=False, **where)
-    else:
-        medusa, _ = grown_medusa(str(checkpoint), arguments.shape, **where)
+    machine, dtype = describe_machine(), getattr(torch, arguments.dtype)
+    medusa, _ = grown_medusa(arguments.heads, arguments.shape, dtype=dtype, device=device)
     target: Any = medusa.target.model
     target.generation_config.eos_token_id = None  # texts of one length
-    name, revision = named_target(checkpoint)
-    prompts = held_out_prompts(
-        AutoTokenizer.from_pretrained(name, revision=revision or "main"),
-        num_prompts=max(arguments.batch_sizes) * 2 + _WARM_UP + _TEXTS,
-        prompt_length=arguments.prompt_length,
-        seed=1,
-    )
+    count = max(arguments.batch_sizes) * 2 + _WARM_UP + _TEXTS
+    prompts = prompts_of(arguments.heads, count, arguments.prompt_length)
     rows = [
         of_steps(medusa, arguments, prompts, rows, tree)
         for rows in arguments.batch_sizes

@@ -147,6 +147,7 @@ def checkpoint_model(arguments: ProfileArguments) -> tuple[MedusaModel, Any]:
     model, grown = grown_medusa(
         checkpoint, arguments.shape, dtype=dtype, device=device, tree=arguments.tree
     )
+    assert grown is not None
     small = grown.small
     tokenizer = AutoTokenizer.from_pretrained(small.name_or_path, revision=small.revision or "main")
     return model, tokenizer
