@@ -23,6 +23,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 # Waiting threads sleep instead of spinning; read when torch is loaded, so set before it is.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -133,15 +134,11 @@ def _talk(text: str) -> list[dict[str, str]]:
 
 
 def _in_a_process(folder: Path, corpus: Path, arguments: MeasureArguments) -> dict[str, Any]:
-    before = os.environ.get("HF_DATASETS_CACHE")
-    os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")
-    try:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            return pool.apply(_start_alone, (str(corpus), arguments))
-    finally:
-        del os.environ["HF_DATASETS_CACHE"]
-        if before is not None:
-            os.environ["HF_DATASETS_CACHE"] = before
+    with (
+        patch.dict(os.environ, HF_DATASETS_CACHE=str(folder / "cache")),
+        multiprocessing.get_context("spawn").Pool(1) as pool,
+    ):
+        return pool.apply(_start_alone, (str(corpus), arguments))
 
 
 def _start_alone(corpus: str, arguments: MeasureArguments) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, asdict, dataclass
 from datetime import datetime, timezone
 from importlib import import_module
 from pathlib import Path
@@ -143,7 +143,7 @@ def tried(
                 rng = random.Random(f"{seed} {kind} {number}")
                 with workshop.place(f"{kind}-{number}") as place:
                     outcome: Outcome = attempt(maker(rng, place), workshop, place)
-                yield {"kind": kind, "number": number, **outcome.to_dict()}
+                yield {"kind": kind, "number": number, **asdict(outcome)}
 
 
 def _maker(kind: str, workshop: Workshop) -> Callable[..., Any]:

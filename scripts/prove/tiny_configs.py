@@ -19,125 +19,77 @@ LAYERS = 4
 POSITIONS = 512
 WINDOW = 16
 
-_VALUES: list[tuple[Any, tuple[str, ...]]] = [
-    (VOCAB, ("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size")),
+_VALUES: list[tuple[Any, str]] = [
+    (VOCAB, "vocab_size vocab_size_per_layer_input unpadded_vocab_size"),
     (
         POSITIONS,
-        (
-            *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"),
-            *("max_target_positions", "position_bias_max_distance", "prefix_length"),
-            *("original_max_position_embeddings",),
-        ),
+        "max_position_embeddings n_positions n_ctx max_seq_len context_length "
+        "max_target_positions position_bias_max_distance prefix_length "
+        "original_max_position_embeddings",
     ),
     (
         64,
-        (
-            *(
-                "hidden_size",
-                "d_model",
-                "n_embd",
-                "emb_dim",
-                "word_embed_proj_dim",
-                "embedding_size",
-            ),
-            *("input_embedding_size", "output_embedding_size", "backbone_hidden_size", "kv_dim"),
-            *("mamba_d_ssm", "lru_width", "o_lora_rank", "attention_hidden_size"),
-        ),
+        "hidden_size d_model n_embd emb_dim word_embed_proj_dim embedding_size "
+        "input_embedding_size output_embedding_size backbone_hidden_size kv_dim mamba_d_ssm "
+        "lru_width o_lora_rank attention_hidden_size",
     ),
     (
         96,
-        (
-            *(
-                "intermediate_size",
-                "ffn_dim",
-                "decoder_ffn_dim",
-                "encoder_ffn_dim",
-                "n_inner",
-                "dff",
-            ),
-            *("dim_ff", "d_inner", "feed_forward_size", "ffn_hidden_size", "intermediate_size_mlp"),
-            *("dense_intermediate_size",),
-        ),
+        "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner dff dim_ff d_inner "
+        "feed_forward_size ffn_hidden_size intermediate_size_mlp dense_intermediate_size",
     ),
     (
         48,
-        (
-            *(
-                "moe_intermediate_size",
-                "shared_expert_intermediate_size",
-                "shared_intermediate_size",
-            ),
-            *("expert_ffn_hidden_size", "shared_experts_intermediate_size"),
-            *("moe_shared_expert_intermediate_size",),
-        ),
+        "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size "
+        "expert_ffn_hidden_size shared_experts_intermediate_size "
+        "moe_shared_expert_intermediate_size",
     ),
     (
         LAYERS,
-        (
-            *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
-            *("encoder_layers", "num_decoder_layers", "num_encoder_layers", "depth"),
-        ),
+        "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers "
+        "num_decoder_layers num_encoder_layers depth",
     ),
     (
         4,
-        (
-            *("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
-            *("encoder_attention_heads", "attention_heads", "num_decoder_attention_heads"),
-            *("num_encoder_attention_heads", "swa_num_attention_heads", "linear_num_value_heads"),
-            *("linear_num_heads", "num_experts", "n_routed_experts", "num_local_experts"),
-            *("moe_num_experts", "hc_lowrank", "d_rel", "zero_expert_num"),
-        ),
+        "num_attention_heads n_head n_heads num_heads decoder_attention_heads "
+        "encoder_attention_heads attention_heads num_decoder_attention_heads "
+        "num_encoder_attention_heads swa_num_attention_heads linear_num_value_heads "
+        "linear_num_heads num_experts n_routed_experts num_local_experts moe_num_experts "
+        "hc_lowrank d_rel zero_expert_num",
     ),
     (
         2,
-        (
-            *("num_key_value_heads", "swa_num_key_value_heads", "linear_num_key_heads"),
-            *("num_experts_per_tok", "moe_k", "moe_topk", "encoder_layerdrop_layers"),
-            *("altup_num_inputs", "o_groups", "mamba_expand", "num_kv_shared_layers"),
-        ),
+        "num_key_value_heads swa_num_key_value_heads linear_num_key_heads num_experts_per_tok "
+        "moe_k moe_topk encoder_layerdrop_layers altup_num_inputs o_groups mamba_expand "
+        "num_kv_shared_layers",
     ),
     (
         16,
-        (
-            *("head_dim", "v_head_dim", "qk_nope_head_dim", "swa_head_dim", "linear_key_head_dim"),
-            *(
-                "linear_value_head_dim",
-                "linear_head_dim",
-                "index_head_dim",
-                "kv_channels",
-                "dim_head",
-            ),
-            *("attention_head_size", "query_pre_attn_scalar", "hidden_size_per_layer_input"),
-            *("mamba_d_head", "mamba_head_dim", "mamba_d_state", "ssm_state_size", "state_size"),
-            *("global_head_dim", "mamba_d_conv_heads", "index_n_heads"),
-        ),
+        "head_dim v_head_dim qk_nope_head_dim swa_head_dim linear_key_head_dim "
+        "linear_value_head_dim linear_head_dim index_head_dim kv_channels dim_head "
+        "attention_head_size query_pre_attn_scalar hidden_size_per_layer_input mamba_d_head "
+        "mamba_head_dim mamba_d_state ssm_state_size state_size global_head_dim "
+        "mamba_d_conv_heads index_n_heads",
     ),
     (
         WINDOW,
-        (
-            *("sliding_window", "sliding_window_size", "attention_chunk_size", "window_size"),
-            *("local_attention", "attention_window_size", "keep_window_size", "chunk_size"),
-            *("mamba_chunk_size", "local_attention_window_len", "block_size"),
-        ),
+        "sliding_window sliding_window_size attention_chunk_size window_size local_attention "
+        "attention_window_size keep_window_size chunk_size mamba_chunk_size "
+        "local_attention_window_len block_size",
     ),
     (
         8,
-        (
-            *("qk_rope_head_dim", "rotary_dim", "laurel_rank", "mamba_n_heads", "mamba_num_heads"),
-            *("router_hidden_size", "index_topk", "adapter_rank", "gated_norm_rank"),
-        ),
+        "qk_rope_head_dim rotary_dim laurel_rank mamba_n_heads mamba_num_heads "
+        "router_hidden_size index_topk adapter_rank gated_norm_rank",
     ),
-    (32, ("q_lora_rank", "kv_lora_rank", "rel_extent")),
-    (1, ("n_group", "topk_group", "first_k_dense_replace", "num_dense_layers", "n_groups")),
-    (0, ("num_mtp_layers", "num_nextn_predict_layers", "pad_token_id")),
-    (
-        None,
-        ("eos_token_id", "bos_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id"),
-    ),
-    (True, ("is_decoder", "use_cache")),
-    (False, ("tie_word_embeddings", "is_encoder_decoder", "use_mamba_kernels")),
+    (32, "q_lora_rank kv_lora_rank rel_extent"),
+    (1, "n_group topk_group first_k_dense_replace num_dense_layers n_groups"),
+    (0, "num_mtp_layers num_nextn_predict_layers pad_token_id"),
+    (None, "eos_token_id bos_token_id sep_token_id cls_token_id decoder_start_token_id"),
+    (True, "is_decoder use_cache"),
+    (False, "tie_word_embeddings is_encoder_decoder use_mamba_kernels"),
 ]
-SMALL: dict[str, Any] = {name: value for value, names in _VALUES for name in names}
+SMALL: dict[str, Any] = {name: value for value, names in _VALUES for name in names.split()}
 
 _ALL_HEADS_CACHED: dict[str, Any] = {"num_key_value_heads": 4}  # latent attention shares no heads
 _MIXED: dict[str, Any] = {"layer_types": ["full_attention", "sliding_attention"] * (LAYERS // 2)}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Literal
+from unittest.mock import patch
 
 from scripts.prove.hostile.workshop import Place, Workshop
 
@@ -60,10 +60,6 @@ class Outcome:
     said: str = ""
     cpu_seconds: float = 0.0
 
-    def to_dict(self) -> dict[str, Any]:
-        """A line of the record."""
-        return asdict(self)
-
 
 class Hung(BaseException):
     """The program did not come back; no `except Exception` is to swallow that."""
@@ -81,7 +77,7 @@ def attempt(made: Attempt, workshop: Workshop, place: Place) -> Outcome:
                 contextlib.redirect_stdout(io.StringIO()),
                 contextlib.redirect_stderr(printed),
             )
-            with _given(made.stdin), _patience(), out, err:
+            with patch("sys.stdin", made.stdin or io.StringIO()), _patience(), out, err:
                 code = made.run()
         except KeyboardInterrupt:
             raise
@@ -123,16 +119,6 @@ def _judge_refused(outcome: Outcome, code: int, printed: str, names: tuple[str, 
         outcome.faults.append("sentence")
     if outcome.expect in ("good", "skip", "mend"):
         outcome.faults.append("refused")
-
-
-@contextmanager
-def _given(stdin: Any) -> Iterator[None]:
-    before = sys.stdin
-    sys.stdin = io.StringIO() if stdin is None else stdin
-    try:
-        yield
-    finally:
-        sys.stdin = before
 
 
 @contextmanager

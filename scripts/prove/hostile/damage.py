@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from medusa_heads.checkpoint.stored_heads import SIDECAR_FILE, WEIGHTS_FILE
 from medusa_heads.target.fingerprint import file_sha256
@@ -86,6 +87,15 @@ def vouch(folder: Path) -> None:
     sidecar = json.loads((folder / SIDECAR_FILE).read_text())
     sidecar["weights_sha256"] = file_sha256(folder / WEIGHTS_FILE)
     (folder / SIDECAR_FILE).write_text(json.dumps(sidecar))
+
+
+def same_tensors(got: Mapping[str, Tensor], expected: Mapping[str, Tensor] | None) -> bool:
+    """Whether the values are those of a file that could be read, in whatever dtype."""
+    return (
+        expected is not None
+        and got.keys() == expected.keys()
+        and all(torch.equal(got[name], expected[name].to(got[name].dtype)) for name in got)
+    )
 
 
 DAMAGES: list[Callable[[Path, random.Random], None]] = [

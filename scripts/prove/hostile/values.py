@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ FOREIGN: list[Any] = [
 NOT_NUMBERS: list[Any] = [
     "many", "", [], [1], {}, {"a": 1}, None, True, "1e", "\N{SNOWMAN}", "0x10", [[]], "nan ",
 ]  # fmt: skip
+_WORDS = "def return the heads draft import x = 1 tree é naïve"
 HUGE = 10**400  # more than a float holds
 
 
@@ -59,20 +59,7 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
 
 def words(rng: random.Random, least: int = 4, most: int = 20) -> str:
     """A text of ordinary words."""
-    known = (
-        "def",
-        "return",
-        "the",
-        "heads",
-        "draft",
-        "import",
-        "x",
-        "=",
-        "1",
-        "tree",
-        "é",
-        "naïve",
-    )
+    known = _WORDS.split()
     return " ".join(rng.choice(known) for _ in range(rng.randint(least, most)))
 
 
@@ -81,12 +68,7 @@ def draw(rng: random.Random, shares: Sequence[tuple[float, T]]) -> T:
     return rng.choices([each for _, each in shares], [share for share, _ in shares])[0]
 
 
-def as_json(value: Any) -> str:
-    """JSON as Python's own writer has it, NaN and halves of characters among it."""
-    return json.dumps(value)
-
-
-def change_one(content: Any, rng: random.Random, values: Sequence[Any] = FOREIGN) -> Any:
+def change_one(content: Any, rng: random.Random) -> Any:
     """One value of plain data, at any depth, replaced or taken away, in place."""
     place: Any = content
     while True:
@@ -99,5 +81,5 @@ def change_one(content: Any, rng: random.Random, values: Sequence[Any] = FOREIGN
     if rng.random() < 0.2:
         del place[key]
     else:
-        place[key] = rng.choice(values)
+        place[key] = rng.choice(FOREIGN)
     return content

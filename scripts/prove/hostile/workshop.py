@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO_TARGET = ROOT / "assets" / "demo-target"
@@ -96,20 +96,18 @@ class Workshop:
             "MEDUSA_HEADS_CACHE": str(caches / "measured"),
             "TMPDIR": str(self.root / "tmp"),
         }
-        before, cwd, temporary = dict(os.environ), Path.cwd(), tempfile.tempdir
-        compiled, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-        os.environ.update(values)
-        os.environ.pop("MEDUSA_HEADS_TRACEBACK", None)
-        tempfile.tempdir = str(self.root / "tmp")
-        os.chdir(self.root / "cwd")
-        try:
-            yield self
-        finally:
-            os.chdir(cwd)
-            tempfile.tempdir, sys.dont_write_bytecode = temporary, compiled
-            for name in values:
-                os.environ.pop(name, None)
-                os.environ.update({name: before[name]} if name in before else {})
+        cwd = Path.cwd()
+        with (
+            patch.dict(os.environ, values),
+            patch("sys.dont_write_bytecode", True),
+            patch("tempfile.tempdir", values["TMPDIR"]),
+        ):
+            os.environ.pop("MEDUSA_HEADS_TRACEBACK", None)
+            os.chdir(self.root / "cwd")
+            try:
+                yield self
+            finally:
+                os.chdir(cwd)
 
     @contextmanager
     def place(self, name: str) -> Iterator[Place]:

@@ -25,6 +25,8 @@ false ones, so that deep paths, rejections in the middle of a tree and moves in 
 happen. Drafts that are drawn are accepted by rejection, which keeps the law and not the text:
 sampled text is not compared
 there, but [counted](sampling.md)."""
+_FIGURES = ("tokens", "mismatches", "ties", "tokens per step")
+_NOTICED = ("broken engines", "noticed", "of these by an error")
 FAULTS_SAY = """The same texts were decoded by engines broken in one place each. A fault must show
 as a difference, or as an error."""
 
@@ -52,11 +54,11 @@ def section(summary: Summary, command: str, asked: int) -> str:
     if summary.tokens < asked:
         result += f" The run was stopped before the {asked:,} tokens that it was asked for."
     parts = [_filled(INTRODUCTION), _filled(made), _filled(result)]
-    parts += [_by("texts", summary.compared, lambda record: record.group)]
-    parts += [_by("drafts", summary.compared, lambda record: record.family)]
+    parts += [_table("texts", summary.compared, lambda record: record.group, _FIGURES, _figures)]
+    parts += [_table("drafts", summary.compared, lambda record: record.family, _FIGURES, _figures)]
     parts += [_filled(FAULTS_SAY)]
-    parts += [_noticed("fault", summary.broken, lambda record: str(record.fault))]
-    parts += [_noticed("texts", summary.broken, lambda record: record.group)]
+    parts += [_table("fault", summary.broken, lambda record: record.fault, _NOTICED, _noticed)]
+    parts += [_table("texts", summary.broken, lambda record: record.group, _NOTICED, _noticed)]
     if summary.unnoticed:
         names = sorted(f"{record.case}" for record in summary.unnoticed)
         parts.append("Unnoticed:\n\n" + "\n".join(f"- {name}" for name in names))
@@ -77,18 +79,23 @@ def write_section(page: Path, title: str, text: str) -> None:
     page.write_text(content.rstrip() + "\n", encoding="utf-8")
 
 
-def _by(title: str, records: Iterable[Record], key: Callable[[Record], str]) -> str:
-    lines = [
-        f"| {title} | tokens | mismatches | ties | tokens per step |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    for name, members in _grouped(records, key):
-        lines.append(f"| {name} | {' | '.join(_figures(members))} |")
+def _table(
+    title: str,
+    records: Iterable[Record],
+    key: Callable[[Record], str | None],
+    columns: Sequence[str],
+    figures: Callable[[Sequence[Record]], list[str]],
+) -> str:
+    """A line for each group of records."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(str(key(record)), []).append(record)
+    lines = [f"| {title} | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
+    lines += [f"| {name} | {' | '.join(figures(groups[name]))} |" for name in sorted(groups)]
     return "\n".join(lines)
 
 
 def _figures(records: Sequence[Record]) -> list[str]:
-    """Tokens, mismatches, ties and speed."""
     tokens = sum(record.tokens for record in records)
     steps = sum(record.tokens / record.tokens_per_step for record in records if record.tokens)
     wrong = sum(record.mismatches for record in records)
@@ -96,25 +103,9 @@ def _figures(records: Sequence[Record]) -> list[str]:
     return [f"{tokens:,}", f"{wrong:,}", str(ties), f"{tokens / max(steps, 1e-9):.2f}"]
 
 
-def _noticed(title: str, records: Iterable[Record], key: Callable[[Record], str]) -> str:
-    lines = [
-        f"| {title} | broken engines | noticed | of these by an error |",
-        "|---|---:|---:|---:|",
-    ]
-    for name, members in _grouped(records, key):
-        caught = [record.caught for record in members]
-        noticed, errors = sum(map(bool, caught)), caught.count("error")
-        lines.append(f"| {name} | {len(caught):,} | {noticed:,} | {errors:,} |")
-    return "\n".join(lines)
-
-
-def _grouped(
-    records: Iterable[Record], key: Callable[[Record], str]
-) -> list[tuple[str, list[Record]]]:
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        groups.setdefault(key(record), []).append(record)
-    return sorted(groups.items())
+def _noticed(records: Sequence[Record]) -> list[str]:
+    caught = [record.caught for record in records]
+    return [f"{n:,}" for n in (len(caught), sum(map(bool, caught)), caught.count("error"))]
 
 
 def _filled(text: str) -> str:

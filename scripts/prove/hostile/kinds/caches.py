@@ -202,13 +202,7 @@ def _sane(found: dict[str, float]) -> bool:
 
 @contextmanager
 def _cache(folder: Path) -> Iterator[None]:
-    before = os.environ.get("MEDUSA_HEADS_CACHE")
-    os.environ["MEDUSA_HEADS_CACHE"] = str(folder)
-    try:
-        # What is measured beside other programs would not be kept.
-        with patch.multiple(products, _waited=lambda: 0.0, _spread=lambda _: 0.0):
-            yield
-    finally:
-        del os.environ["MEDUSA_HEADS_CACHE"]
-        if before is not None:
-            os.environ["MEDUSA_HEADS_CACHE"] = before
+    # What is measured beside other programs would not be kept.
+    alone = patch.multiple(products, _waited=lambda: 0.0, _spread=lambda _: 0.0)
+    with patch.dict(os.environ, MEDUSA_HEADS_CACHE=str(folder)), alone:
+        yield

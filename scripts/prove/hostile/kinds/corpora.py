@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from scripts.prove.hostile.kinds.corpus_rows import (
     texts_of,
     write,
 )
-from scripts.prove.hostile.values import as_json, draw, mutated
+from scripts.prove.hostile.values import draw, mutated
 from scripts.prove.hostile.workshop import Place, Workshop
 
 
@@ -123,7 +124,7 @@ def _lines(rng: random.Random, place: Place) -> Given:
     """A broken line among good ones, as bytes."""
     form = rng.choice(FORMS)
     label, broken = broken_line(rng, form)
-    lines = [as_json(good_row(rng, form)).encode() for _ in range(rng.randint(3, 8))]
+    lines = [json.dumps(good_row(rng, form)).encode() for _ in range(rng.randint(3, 8))]
     lines.insert(rng.randrange(1, len(lines) + 1), broken.replace(b"\n", b" "))
     suffix = rng.choice(LINES)
     path, data = place.inputs / f"{STEM}{suffix}", b"\n".join(lines) + b"\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.prove.hostile.kinds.corpus_rows import STEM, Row, good_row, write
-from scripts.prove.hostile.values import as_json, deep, many_digits, words
+from scripts.prove.hostile.values import deep, many_digits, words
 from scripts.prove.hostile.workshop import Place
 
 Write = Callable[[Path, random.Random, Place], Any]
@@ -19,10 +20,6 @@ def _sub(folder: Path, name: str, data: bytes) -> str:
     folder.mkdir(exist_ok=True)
     (folder / name).write_bytes(data)
     return str(folder)
-
-
-def _link(path: Path, to: Path) -> None:
-    path.symlink_to(to)
 
 
 def _torn(path: Path, rows: list[Row], cut: int) -> None:
@@ -95,7 +92,9 @@ FILES: dict[str, tuple[str, Write]] = {
     ),
     "a torn array": (
         ".json",
-        lambda path, rng, place: path.write_text(as_json(_text_rows(rng))[: -rng.randint(1, 40)]),
+        lambda path, rng, place: path.write_text(
+            json.dumps(_text_rows(rng))[: -rng.randint(1, 40)]
+        ),
     ),
     "an array nested too deeply": (
         ".json",
@@ -107,7 +106,7 @@ FILES: dict[str, tuple[str, Write]] = {
     ),
     "utf-16": (
         ".json",
-        lambda path, rng, place: path.write_text(as_json(_text_rows(rng)), encoding="utf-16"),
+        lambda path, rng, place: path.write_text(json.dumps(_text_rows(rng)), encoding="utf-16"),
     ),
     "utf-16 text": (".txt", lambda path, rng, place: path.write_text(words(rng), "utf-16")),
     "latin-1 text": (".txt", lambda path, rng, place: path.write_bytes(b"na\xefve " * 9)),
@@ -124,8 +123,8 @@ FILES: dict[str, tuple[str, Write]] = {
         lambda path, rng, place: path.write_text(f"{words(rng, 1, 2)},b\n1,2\n3,4\n"),
     ),
     "a FIFO": (".jsonl", lambda path, rng, place: os.mkfifo(path)),
-    "a link to nothing": (".jsonl", lambda path, rng, place: _link(path, path.parent / "none")),
-    "a link to itself": (".jsonl", lambda path, rng, place: _link(path, path)),
+    "a link to nothing": (".jsonl", lambda path, rng, place: path.symlink_to(path.parent / "none")),
+    "a link to itself": (".jsonl", lambda path, rng, place: path.symlink_to(path)),
     "a folder": (".jsonl", lambda path, rng, place: path.mkdir()),
     "a folder of other files": (
         "",

@@ -10,7 +10,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from scripts.prove.hostile.values import as_json, deep, many_digits, words
+from scripts.prove.hostile.values import deep, many_digits, words
 
 Row = dict[str, Any]
 FORMS = ("text", "messages", "conversations", "prompt/completion", "tokens")
@@ -102,7 +102,7 @@ def broken_row(rng: random.Random, form: str) -> tuple[str, Row]:
 
 def broken_line(rng: random.Random, form: str) -> tuple[str, bytes]:
     """A line of a JSONL file that is no row."""
-    line = as_json(good_row(rng, form)).encode()
+    line = json.dumps(good_row(rng, form)).encode()
     column = _column(form)
     return rng.choice(
         [
@@ -139,9 +139,9 @@ def write(path: Path, rows: list[Row]) -> None:
     elif name.endswith(".txt"):
         data = "\n\n".join(row["text"] for row in rows).encode()
     elif name.endswith(".json"):
-        data = as_json(rows).encode()
+        data = json.dumps(rows).encode()
     else:
-        data = b"".join(as_json(row).encode() + b"\n" for row in rows)
+        data = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
     path.write_bytes(gzip.compress(data, 1) if path.suffix == ".gz" else data)
 
 

@@ -20,29 +20,7 @@ from tests.hub.hub_server import log_in
 
 TOKEN, REPO = "hf_alicealicealice", "alice/heads"
 SIDECAR, WEIGHTS = "medusa_heads.json", "medusa_lm_head.safetensors"
-STATUSES = (
-    400,
-    401,
-    402,
-    403,
-    404,
-    405,
-    408,
-    409,
-    410,
-    412,
-    416,
-    418,
-    422,
-    429,
-    500,
-    501,
-    502,
-    503,
-    504,
-    508,
-    599,
-)
+STATUSES = (*range(400, 406), *range(408, 411), 412, 416, 418, 422, 429, *range(500, 505), 508, 599)
 
 
 class Hub:

@@ -10,7 +10,7 @@ from typing import Any
 
 from scripts.prove.hostile.attempt import Attempt
 from scripts.prove.hostile.commands import command, read_by
-from scripts.prove.hostile.values import as_json, deep, draw, many_digits, mutated, words
+from scripts.prove.hostile.values import deep, draw, many_digits, mutated, words
 from scripts.prove.hostile.workshop import Place, Workshop
 
 STEM = "asked-of-us"
@@ -53,7 +53,7 @@ class Prompts:
     def _sound(self, rng: random.Random, place: Place) -> Attempt:
         asked = [words(rng) for _ in range(rng.randint(1, 6))]
         suffix = rng.choice([".txt", ".jsonl"])
-        rows = asked if suffix == ".txt" else [as_json(_row(rng, text)) for text in asked]
+        rows = asked if suffix == ".txt" else [json.dumps(_row(rng, text)) for text in asked]
         path = place.inputs / f"{STEM}{suffix}"
         read: list[Any] = []
         mark = rng.choice(["", "\ufeff"])
@@ -68,24 +68,24 @@ class Prompts:
         key = rng.choice(["prompt", "text"])
         label, line = rng.choice(
             [
-                ("a wrong type", as_json({key: rng.choice(wrong)})),
+                ("a wrong type", json.dumps({key: rng.choice(wrong)})),
                 ("turns of a wrong type",
-                    as_json({"turns": rng.choice([5, text, [], [5], [""], [None], {},
+                    json.dumps({"turns": rng.choice([5, text, [], [5], [""], [None], {},
                         [text, 5]])})),
                 ("a category of a wrong type",
-                    as_json({key: text, "category": rng.choice([5, [], {}, True])})),
-                ("no prompt", as_json({"asked": text})),
+                    json.dumps({key: text, "category": rng.choice([5, [], {}, True])})),
+                ("no prompt", json.dumps({"asked": text})),
                 ("no object", rng.choice(["[]", "7", "null", '"text"', "[[]]"])),
-                ("torn", as_json({key: text})[: rng.randrange(1, 8)]),
+                ("torn", json.dumps({key: text})[: rng.randrange(1, 8)]),
                 ("nested too deeply", f'{{"{key}": {deep(rng.randint(2000, 50_000))}'),
                 ("a number too long", f'{{"{key}": {many_digits(rng)}}}'),
                 ("a number too long beside it", f'{{"{key}": "x", "n": {many_digits(rng)}}}'),
-                ("half a character", as_json({key: f"{text}\ud800"})),
-                ("half a character in a turn", as_json({"turns": [text, "\udfff"]})),
+                ("half a character", json.dumps({key: f"{text}\ud800"})),
+                ("half a character in a turn", json.dumps({"turns": [text, "\udfff"]})),
                 ("a raw NUL", f'{{"{key}": "a\0b"}}'),
             ]
         )  # fmt: skip
-        lines = [as_json({key: words(rng)}) for _ in range(rng.randint(0, 4))]
+        lines = [json.dumps({key: words(rng)}) for _ in range(rng.randint(0, 4))]
         lines.insert(rng.randint(0, len(lines)), line)
         path = place.inputs / f"{STEM}.jsonl"
         path.write_text("\n".join(lines))
@@ -135,7 +135,7 @@ class Prompts:
         texts = [words(rng) for _ in range(4)]
         path = place.inputs / f"{STEM}{suffix}"
         read: list[Any] = []
-        lines = texts if suffix == ".txt" else [as_json({"prompt": text}) for text in texts]
+        lines = texts if suffix == ".txt" else [json.dumps({"prompt": text}) for text in texts]
         path.write_bytes(mutated("\n".join(lines).encode(), rng))
 
         def right() -> bool:

@@ -9,9 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
+
+from medusa_heads.checkpoint.stored_heads import WEIGHTS_FILE
 from scripts.prove.hostile.attempt import Attempt
 from scripts.prove.hostile.commands import read_by
-from scripts.prove.hostile.damage import change_sidecar, change_sidecar_bytes
+from scripts.prove.hostile.damage import change_sidecar, change_sidecar_bytes, same_tensors
 from scripts.prove.hostile.kinds.sidecars import CHANGES, NO_JSON, WRONG
 from scripts.prove.hostile.values import deep, draw, many_digits, mutated, words
 from scripts.prove.hostile.workshop import Place, Workshop
@@ -89,13 +92,13 @@ class Records:
         """A change at random: refused, or the heads are what they were."""
         folder = self._copy(rng, place)
         loaded: list[Any] = []
-        intact = _tensors(folder)
+        intact = load_file(folder / WEIGHTS_FILE)
         rng.choice([change_sidecar, change_sidecar_bytes])(folder, rng)
         return Attempt(
             "sidecar: a change at random",
             "either",
             self._load(folder, loaded),
-            right=lambda: _same(loaded[0].heads.state_dict(), intact),
+            right=lambda: same_tensors(loaded[0].heads.state_dict(), intact),
         )
 
     def _story(self, rng: random.Random, place: Place) -> Attempt:
@@ -192,17 +195,3 @@ _REPORT = (
     "static_trees", "dynamic_trees", "tree", "training", "settings", "machine", "created",
     "temperature", "seed",
 )  # fmt: skip
-
-
-def _tensors(folder: Path) -> dict[str, Any]:
-    from safetensors.torch import load_file
-
-    return load_file(folder / "medusa_lm_head.safetensors")
-
-
-def _same(got: dict[str, Any], expected: dict[str, Any]) -> bool:
-    import torch
-
-    return got.keys() == expected.keys() and all(
-        torch.equal(got[name], expected[name].to(got[name].dtype)) for name in got
-    )

@@ -20,6 +20,7 @@ from scripts.prove.hostile.damage import (
     change_tensor,
     flip_bit,
     flip_bit_unnoticed,
+    same_tensors,
     truncate,
     vouch,
 )
@@ -93,7 +94,10 @@ class Tensors:
             expected = _file(folder / WEIGHTS_FILE)
             run = self._load(folder, read)
             return Attempt(
-                "good", "good", run, right=lambda: _same(read[0].heads.state_dict(), expected)
+                "good",
+                "good",
+                run,
+                right=lambda: same_tensors(read[0].heads.state_dict(), expected),
             )
         layout = rng.choice(sorted(self._foreign))
         run = self._convert(self._foreign[layout], place, read)
@@ -119,7 +123,7 @@ class Tensors:
             "bad" if sure else "either",
             self._load(folder, read),
             ("heads",),
-            right=lambda: _same(read[0].heads.state_dict(), expected),
+            right=lambda: same_tensors(read[0].heads.state_dict(), expected),
         )
 
     def _other(self, rng: random.Random, place: Place) -> Attempt:
@@ -228,12 +232,6 @@ def _file(path: Path) -> dict[str, Tensor] | None:
         return load_file(path)
     except Exception:
         return None
-
-
-def _same(got: dict[str, Tensor], expected: dict[str, Tensor] | None) -> bool:
-    return expected is not None and got.keys() == expected.keys() and all(
-        torch.equal(got[name], expected[name].to(got[name].dtype)) for name in got
-    )  # fmt: skip
 
 
 def _is_whole(converted: Any) -> bool:
