@@ -56,13 +56,7 @@ class CompareArguments:
 
 
 def write(arguments: CompareArguments) -> None:
-    """Compare as the flags say, and write what comes out."""
-    report = compare(arguments)
-    write_report(arguments.output, report, table_of(report))
-
-
-def compare(arguments: CompareArguments) -> dict[str, Any]:
-    """Plain values for JSON: machine, target, and a row for each way of decoding."""
+    """Compare as the flags say, and write what comes out: a row for each way of decoding."""
     machine = describe_machine()  # before our own work adds to the load
     if arguments.dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"expected dtype float32, bfloat16 or float16, got {arguments.dtype!r}")
@@ -94,7 +88,7 @@ def compare(arguments: CompareArguments) -> dict[str, Any]:
         methods.append(Method(tree, model.generate, lambda model=model: model.last_stats))  # type: ignore[misc]
     sizes = tune(target, chain.drafting, chain.statistics, batch_size=arguments.batch_size)
     runs = take_all_turns(methods, plain, make_batches(arguments, tokenizer), arguments)
-    return {
+    report = {
         "target": target.name_or_path,
         "dtype": arguments.dtype,
         "batch_size": arguments.batch_size,
@@ -105,6 +99,7 @@ def compare(arguments: CompareArguments) -> dict[str, Any]:
         "sizes": {size.tree: size.step_seconds for size in sizes},
         "ways": {name: of_way(runs, name) for name in runs},
     }
+    write_report(arguments.output, report, table_of(report))
 
 
 def make_batches(arguments: CompareArguments, tokenizer: Any) -> list[list[list[int]]]:

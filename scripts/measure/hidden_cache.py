@@ -34,6 +34,7 @@ from medusa_heads.cli.flags.arguments import command
 from medusa_heads.heads import new_heads
 from medusa_heads.machine import describe_machine
 from medusa_heads.settings import at_least, flag
+from medusa_heads.tables import on_screen
 from medusa_heads.training.arguments.cache import CacheArguments, CachedDtype
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.data.prepare import TrainingData
@@ -176,8 +177,7 @@ class Runs:
 
 def write(arguments: MeasureArguments) -> None:
     """Measure as the flags say, and write what comes out."""
-    measured = measure(arguments)
-    report = {"machine": describe_machine(), "arguments": vars(arguments), **measured}
+    report = {"machine": describe_machine(), "arguments": vars(arguments), **measure(arguments)}
     write_report(arguments.output, report, table_of(report))
 
 
@@ -218,18 +218,15 @@ def table_of(report: dict[str, Any]) -> Table:
     """What was measured, for the screen."""
     arguments, found = report["arguments"], report["tokens_per_second"]
     title = f"random target {arguments['random_target']}, {arguments['dtype']}"
-    table = Table(title=f"{title}, {arguments['rows']} rows of {decimal(report['bytes'])}")
-    table.add_column("hidden states from")
-    for unit in ("tokens/s", "rows/s", "bytes/s", "of the processor"):
-        table.add_column(unit, justify="right")
-    for source, value in found.items():
-        table.add_row(source, f"{value:,.0f}", "", "", "")
+    title = f"{title}, {arguments['rows']} rows of {decimal(report['bytes'])}"
+    columns = ("hidden states from", "tokens/s", "rows/s", "bytes/s", "of the processor")
+    cells = [[source, f"{value:,.0f}", "", "", ""] for source, value in found.items()]
     for source, value in report["bytes_per_second"].items():
         rows = arguments["rows"] * value / report["bytes"]
         tokens = rows * arguments["length"]
         rates = (decimal(round(rate)) for rate in (value, report["of_processor"][source]))
-        table.add_row(source, f"{tokens:,.0f}", f"{rows:,.0f}", *rates)
-    return table
+        cells.append([source, f"{tokens:,.0f}", f"{rows:,.0f}", *rates])
+    return on_screen(title, (columns, cells))
 
 
 def _now() -> float:

@@ -38,12 +38,12 @@ def measure(arguments: Arguments) -> None:
     """Print a table."""
     import torch
     from rich.console import Console
-    from rich.table import Table
     from transformers import DynamicCache
 
     from medusa_heads import TargetModel
     from medusa_heads.inference.adapt.step_bench import RandomChain, StepBench
     from medusa_heads.machine import Shape, packed_gain
+    from medusa_heads.tables import on_screen
     from medusa_heads.target.graphs.scripted import ScriptedTarget
     from medusa_heads.target.packed import PackedMatrices
 
@@ -79,18 +79,15 @@ def measure(arguments: Arguments) -> None:
     for outputs in (shape.intermediate, shape.vocab):
         gain = packed_gain(dtype, outputs, shape.hidden)
         print(f"{outputs} x {shape.hidden}: packed {gain:.2f} times as fast, as measured")
-    table = Table(title=f"Forwards, {arguments.dtype}, threads: {arguments.threads}")
-    names = ("tokens", "milliseconds", "packed", "over its own", "over one token's")
-    for column in (*names, "a step by a script"):
-        table.add_column(column, justify="right")
+    columns = ("tokens", "milliseconds", "packed", "over its own", "over one token's")
+    cells = []
     for tokens in TOKENS:
         own, other, script = (median(seconds[tokens, how]) for how in (False, True, "script"))
+        times = [f"{1e3 * taken:.2f}" for taken in (own, other, script)]
         shares = (f"{other / own:.2f}", f"{own / one:.2f}, {other / one:.2f}")
-        table.add_row(
-            *(str(tokens), f"{1e3 * own:.2f}", f"{1e3 * other:.2f}", *shares),
-            f"{1e3 * script:.2f}",
-        )
-    Console().print(table)
+        cells.append([str(tokens), *times[:2], *shares, times[2]])
+    title = f"Forwards, {arguments.dtype}, threads: {arguments.threads}"
+    Console().print(on_screen(title, ((*columns, "a step by a script"), cells)))
 
 
 main = command("scripts.measure.packed", measure, __doc__)

@@ -80,13 +80,7 @@ class ProfileArguments:
 
 @torch.no_grad()
 def write(arguments: ProfileArguments) -> None:
-    """Profile as the flags say, and write what comes out."""
-    report = profile(arguments)
-    write_report(arguments.output, report, table_of(report))
-
-
-def profile(arguments: ProfileArguments) -> dict[str, Any]:
-    """Plain values for JSON: machine, target, and a row for each context."""
+    """Profile as the flags say, and write what comes out: a row for each context."""
     machine = describe_machine()  # before our own work adds to the load
     if (arguments.checkpoint is None) == (arguments.random_target is None):
         raise ValueError("give either --checkpoint or --random_target")
@@ -120,7 +114,7 @@ def profile(arguments: ProfileArguments) -> dict[str, Any]:
     for _ in range(arguments.repeats):
         for place in places:
             place.take_turn()
-    return {
+    report = {
         "target": arguments.random_target or model.target.name_or_path,
         "parameters": target.num_parameters(),
         "dtype": str(model.target.dtype).removeprefix("torch."),
@@ -130,6 +124,7 @@ def profile(arguments: ProfileArguments) -> dict[str, Any]:
         "machine": machine | {"load_average_after": describe_machine()["load_average"]},
         "contexts": [place.summary(places[0]) for place in places],
     }
+    write_report(arguments.output, report, table_of(report))
 
 
 def checkpoint_model(arguments: ProfileArguments) -> tuple[MedusaModel, Any]:

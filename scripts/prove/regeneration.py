@@ -214,21 +214,20 @@ def compare(corpus: Path, expected: Dataset, found: Dataset) -> list[str]:
 
     from transformers import AutoTokenizer
 
-    faults: list[str] = []
     tokenizer: Any = AutoTokenizer.from_pretrained(str(TARGET))
     prompts = (json.loads(line)["prompt"] for line in corpus.open(encoding="utf-8"))
-    in_order = ((n, tokenizer(prompt)["input_ids"]) for n, prompt in enumerate(prompts))
-    pairs = zip_longest(_each(expected), _each(found))
-    for place, (one, other) in enumerate(pairs):
+    in_order = (tokenizer(prompt)["input_ids"] for prompt in prompts)
+    for place, (one, other) in enumerate(zip_longest(_each(expected), _each(found))):
+        faults = []
         if one != other:
             faults.append(f"row {place} differs from the undisturbed run's")
         if other is not None:
             asked = other["input_ids"][: other["labels"].count(-100)]
-            if not any(prompt == asked for _, prompt in in_order):
+            if asked not in in_order:  # which goes on behind what was found last
                 faults.append(f"row {place} has no prompt of the corpus behind the row before it")
         if faults:
             return faults
-    return faults
+    return []
 
 
 def _each(rows: Dataset) -> Iterator[dict[str, list[int]]]:

@@ -54,6 +54,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 TREES = ("cartesian:3,2", "dynamic:6")
+_CASE = ("setting", "tree", "acceptance", "rng")
+_COLUMNS = (*_CASE, "tokens", "chi-square", "degrees of freedom", "p", "tokens per step")
 
 
 @dataclass
@@ -241,10 +243,7 @@ def verdict(outcomes: list[Outcome]) -> bool:
 
 
 def show(outcomes: list[Outcome]) -> None:
-    table = Table(
-        *("setting", "tree", "acceptance", "rng"),
-        *("tokens", "chi-square", "d.o.f.", "p", "tokens per step"),
-    )
+    table = Table(*_COLUMNS)
     for o in outcomes:
         table.add_row(*_cells(o))
     Console().print(table)
@@ -270,8 +269,7 @@ def as_markdown(outcomes: list[Outcome], arguments: ProofArguments) -> str:
         "",
         _together(outcomes),
         "",
-        "| setting | tree | acceptance | rng | tokens | chi-square | degrees of freedom | p | "
-        "tokens per step |",
+        "| " + " | ".join(_COLUMNS) + " |",
         "|---|---|---|---|---|---|---|---|---|",
         *("| " + " | ".join(_cells(o)) + " |" for o in outcomes),
     ]

@@ -31,7 +31,7 @@ from unittest import mock
 
 import torch
 
-from medusa_heads.cli.flags.arguments import parse_arguments
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.inference.endpoint.server import Server
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.models.assisted import AssistedModel
@@ -163,11 +163,8 @@ def joining_wrongly() -> Iterator[None]:
         yield
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def prove(arguments: ServingArguments) -> int:
     """Returns 1 where a text was another, something stayed, or the control passed."""
-    (arguments,) = parse_arguments(
-        (ServingArguments,), argv, prog="python -m scripts.prove.serving", description=__doc__ or ""
-    )
     model, tokenizer = speaker()
     jobs = make_jobs(model, tokenizer, arguments.requests, arguments.kinds, arguments.seed)
     limits = {name: getattr(arguments, name) for name in ("clients", "max_rows", "queue")}
@@ -216,6 +213,8 @@ def speaker() -> tuple[AssistedModel, Any]:
             parameter.add_(0.01 * torch.randn(parameter.shape))
     return DraftedModel(target, draft, tree="dynamic:8"), tokenizer
 
+
+main = command("scripts.prove.serving", prove, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

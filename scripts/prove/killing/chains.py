@@ -100,10 +100,9 @@ class Chains:
                     # It came to its end first: earlier runs had to import what is now there.
                     self.seconds[command.name] = min(seconds, ending.seconds)
                     return {"kills": kills, "faults": self._compare(place, ending, reference)}
-                looked = self._look(command, place, ending, sign, before, reference, remains)
-                kills.append(looked)
+                kills.append(self._look(place, ending, sign, before, remains))
                 remains = place.remains()
-            return {"kills": kills, "faults": self._finish(place, reference)}
+            return {"kills": kills, "faults": self._compare(place, place.run(), reference)}
 
     def control(self, command: Command) -> dict[str, Any]:
         """Resume at the wrong rows; a comparison that sees nothing there is worth nothing."""
@@ -115,7 +114,7 @@ class Chains:
         with self._place(command, self.scratch / "control") as place:
             place.run(Moment(saved[0], 0.0, held=True), signal.SIGTERM)
             place.command = wrong
-            found = self._finish(place, reference)
+            found = self._compare(place, place.run(), reference)
         return {
             "kills": [],
             "differences": len(found),
@@ -133,15 +132,14 @@ class Chains:
 
     def _look(
         self,
-        command: Command,
         place: Place,
         ending: Ending,
         sign: signal.Signals,
         before: dict[str, str],
-        reference: Reference,
         earlier: set[str],
     ) -> dict[str, Any]:
         """What a kill has left; `earlier` ones left their own."""
+        command, reference = place.command, self.references[place.command.name]
         left, broken = place.read()
         refused = [fault for fault in broken if is_refused(fault)]
         faults = [fault for fault in broken if fault not in refused]
@@ -165,10 +163,6 @@ class Chains:
             "refused": bool(refused),
             "faults": faults + of_the_death(ending, sign),
         }
-
-    def _finish(self, place: Place, reference: Reference) -> list[str]:
-        """Run to the end; what differs from an undisturbed run."""
-        return self._compare(place, place.run(), reference)
 
     def _compare(self, place: Place, ending: Ending, reference: Reference) -> list[str]:
         """What is wrong with a run that came to its end, and with what it left."""

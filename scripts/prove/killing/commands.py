@@ -56,10 +56,6 @@ class Command:
     published: str | None = None
     smaller: dict[str, int] = field(default_factory=dict)
 
-    def argv(self, given: Path) -> list[str]:
-        """The flags, one by one."""
-        return [part.format(given=given) for part in self.flags.split()]
-
     def begin(self, folder: Path, given: Path) -> None:
         """Make the folder as the command first finds it."""
         shutil.rmtree(folder, ignore_errors=True)
@@ -76,7 +72,7 @@ class Command:
     def work(self, given: Path) -> Callable[[], int]:
         """The command itself, to be run in a process of its own."""
         main: Callable[[list[str]], int] = import_module(self.main).main
-        argv = self.argv(given)
+        argv = [part.format(given=given) for part in self.flags.split()]
 
         def run() -> int:
             for name, size in self.smaller.items():

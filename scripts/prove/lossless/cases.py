@@ -6,8 +6,8 @@ A target is a unit of work: it is built once, and so is what `generate()` makes 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from medusa_heads.errors import UnsupportedArchitecture
@@ -69,7 +69,7 @@ class Record:
     mismatches: int = 0
     ties: int = 0
     gaps: list[float] = field(default_factory=list)
-    where: list[Any] | None = None
+    where: Sequence[Any] | None = None
     tokens_per_step: float = 0.0
     caught: str | None = None
     seconds: float = 0.0
@@ -156,11 +156,7 @@ def _compared(
             family=way.family,
             way=way.name,
             rows=made.text.batch,
-            tokens=found.tokens,
-            mismatches=found.mismatches,
-            ties=found.ties,
-            gaps=found.gaps,
-            where=list(found.where) if found.where else None,
+            **asdict(found),
             tokens_per_step=stats.tokens_per_step,
             seconds=time.perf_counter() - started,
         )

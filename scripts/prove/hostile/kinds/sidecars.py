@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from scripts.prove.hostile.values import words
@@ -29,22 +31,18 @@ def _set(*path: str, value: Any = WRONG, but: tuple[Any, ...] = ()) -> Change:
     values = [each for each in value if not any(each is other for other in but)]
 
     def change(sidecar: dict[str, Any], rng: random.Random) -> None:
-        inner = sidecar
-        for name in path[:-1]:
-            inner = inner[name]
-        inner[path[-1]] = rng.choice(values)
+        _holder(sidecar, path)[path[-1]] = rng.choice(values)
 
     return change
 
 
 def _drop(*path: str) -> Change:
-    def change(sidecar: dict[str, Any], rng: random.Random) -> None:
-        inner = sidecar
-        for name in path[:-1]:
-            inner = inner[name]
-        del inner[path[-1]]
+    return lambda sidecar, rng: _holder(sidecar, path).pop(path[-1])
 
-    return change
+
+def _holder(sidecar: dict[str, Any], path: tuple[str, ...]) -> Any:
+    """What holds the last name of a path."""
+    return reduce(getitem, path[:-1], sidecar)
 
 
 def _counts(sidecar: dict[str, Any], rng: random.Random) -> None:
