@@ -44,141 +44,114 @@ class Fault:
     matters: Callable[[ProofTarget, Reference], bool]
 
 
-def _siblings_seen() -> AbstractContextManager[Any]:
+def _in_place_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Broken]:
+    """Makes a fault of a function that stands in the place of the engine's own, which it is given
+    before the arguments."""
+
+    def fault(wrong: Callable[..., Any]) -> Broken:
+        own = getattr(owner, name)
+
+        def broken(*given: Any, **named: Any) -> Any:
+            return wrong(own, *given, **named)
+
+        return lambda: patch.object(owner, name, broken)
+
+    return fault
+
+
+@_in_place_of(DecodingState, "tree_mask")
+def _siblings_seen(own: Any, state: DecodingState, tree: TokenTree) -> Any:
     """A plain causal mask in place of the tree's own."""
-    own = DecodingState.tree_mask
-
-    def tree_mask(state: DecodingState, tree: TokenTree) -> TreeMask:
-        causal_BNN = torch.ones_like(tree.ancestors_BNN).tril()
-        return own(state, replace(tree, ancestors_BNN=causal_BNN))
-
-    return patch.object(DecodingState, "tree_mask", tree_mask)
+    causal_BNN = torch.ones_like(tree.ancestors_BNN).tril()
+    return own(state, replace(tree, ancestors_BNN=causal_BNN))
 
 
-def _parents_unseen() -> AbstractContextManager[Any]:
+@_in_place_of(DecodingState, "tree_mask")
+def _parents_unseen(own: Any, state: DecodingState, tree: TokenTree) -> Any:
     """Every node sees the text and itself, but no other node."""
-    own = DecodingState.tree_mask
-
-    def tree_mask(state: DecodingState, tree: TokenTree) -> TreeMask:
-        alone_NN = torch.eye(tree.num_nodes, dtype=torch.bool, device=tree.tokens_BN.device)
-        return own(state, replace(tree, ancestors_BNN=alone_NN.expand_as(tree.ancestors_BNN)))
-
-    return patch.object(DecodingState, "tree_mask", tree_mask)
+    alone_NN = torch.eye(tree.num_nodes, dtype=torch.bool, device=tree.tokens_BN.device)
+    return own(state, replace(tree, ancestors_BNN=alone_NN.expand_as(tree.ancestors_BNN)))
 
 
-def _positions_off_by_one() -> AbstractContextManager[Any]:
+@_in_place_of(DecodingState, "tree_mask")
+def _positions_off_by_one(own: Any, state: DecodingState, tree: TokenTree) -> TreeMask:
     """Drafted nodes stand one place too far."""
-    own = DecodingState.tree_mask
-
-    def tree_mask(state: DecodingState, tree: TokenTree) -> TreeMask:
-        mask = own(state, tree)
-        further_BN = mask.query_positions_BN + (tree.depth_BN > 0).long()
-        return replace(mask, query_positions_BN=further_BN)
-
-    return patch.object(DecodingState, "tree_mask", tree_mask)
+    mask: TreeMask = own(state, tree)
+    further_BN = mask.query_positions_BN + (tree.depth_BN > 0).long()
+    return replace(mask, query_positions_BN=further_BN)
 
 
-def _neighbours_row_kept() -> AbstractContextManager[Any]:
+@_in_place_of(RowCache, "keep_paths")
+def _neighbours_row_kept(
+    own: Any, cache: RowCache, paths: Sequence[Sequence[int]], lengths: Sequence[int]
+) -> Any:
     """Of every accepted node the cache keeps the row before its own."""
-    own = RowCache.keep_paths
-
-    def keep_paths(
-        cache: RowCache, paths: Sequence[Sequence[int]], lengths: Sequence[int]
-    ) -> list[int]:
-        return own(cache, [[max(node - 1, 0) for node in path] for path in paths], lengths)
-
-    return patch.object(RowCache, "keep_paths", keep_paths)
+    return own(cache, [[max(node - 1, 0) for node in path] for path in paths], lengths)
 
 
-def _state_not_put_back() -> AbstractContextManager[Any]:
+@_in_place_of(RecurrentCache, "put_back")
+def _state_not_put_back(own: Any, cache: RecurrentCache, batch: Any = None) -> None:
     """A recurrent state keeps what drafts did to it that were refused."""
-    return patch.object(RecurrentCache, "put_back", lambda cache, batch=None: None)
 
 
-def _all_rows_put_back() -> AbstractContextManager[Any]:
+@_in_place_of(RecurrentCache, "put_back")
+def _all_rows_put_back(own: Any, cache: RecurrentCache, batch: Any = None) -> None:
     """Where one row's state is put back, those of all others are too."""
-    own = RecurrentCache.put_back
-    return patch.object(RecurrentCache, "put_back", lambda cache, batch=None: own(cache))
+    own(cache)
 
 
-def _convolution_not_put_back() -> AbstractContextManager[Any]:
+@_in_place_of(StateLayer, "states")
+def _convolution_not_put_back(own: Any, layer: StateLayer) -> list[Tensor]:
     """Of the two parts of a state, the recurrent one alone is put back."""
-
-    def states(layer: StateLayer) -> list[Tensor]:
-        return [state for state in layer.recurrent_states.values() if state is not None]
-
-    return patch.object(StateLayer, "states", states)
+    return [state for state in layer.recurrent_states.values() if state is not None]
 
 
-def _stale_snapshot() -> AbstractContextManager[Any]:
+@_in_place_of(RecurrentCache, "move_on")
+def _stale_snapshot(own: Any, cache: RecurrentCache) -> None:
     """A recurrent state is put back to what it was before the first drafts."""
-    return patch.object(RecurrentCache, "move_on", lambda cache: None)
 
 
-def _index_not_dropped() -> AbstractContextManager[Any]:
+@_in_place_of(IndexedRowLayer, "set_length")
+def _index_not_dropped(own: Any, *given: Any) -> None:
     """Index keys of refused drafts stay, where their rows are dropped."""
-    return patch.object(IndexedRowLayer, "set_length", RowLayer.set_length)
+    RowLayer.set_length(*given)
 
 
-def _one_too_many() -> AbstractContextManager[Any]:
+@_in_place_of(lossless, "_child")
+def _one_too_many(
+    own: Any, tokens: Sequence[int], parents: Sequence[int], node: int, token: int
+) -> Any:
     """A draft that the target does not confirm is accepted all the same."""
-    own = lossless._child
-
-    def child(tokens: Sequence[int], parents: Sequence[int], node: int, token: int) -> int | None:
-        right = own(tokens, parents, node, token)
-        wrong = parents.index(node) if node in parents else None
-        return wrong if right is None else right
-
-    return patch.object(lossless, "_child", child)
+    right = own(tokens, parents, node, token)
+    wrong = parents.index(node) if node in parents else None
+    return wrong if right is None else right
 
 
-def _draw_ignored() -> AbstractContextManager[Any]:
+@_in_place_of(SampleThenMatch, "_draw")
+def _draw_ignored(own: Any, rule: SampleThenMatch, *given: Any) -> Any:
     """The likeliest token, where one should be drawn."""
-    own = SampleThenMatch._draw
-
-    def draw(
-        rule: SampleThenMatch,
-        logits_BNV: Tensor,
-        rows: Sequence[Row],
-        walking: Sequence[int],
-        nodes: Sequence[int],
-    ) -> list[int]:
-        with patch.object(rule, "_do_sample", False):
-            return own(rule, logits_BNV, rows, walking, nodes)
-
-    return patch.object(SampleThenMatch, "_draw", draw)
+    with patch.object(rule, "_do_sample", False):
+        return own(rule, *given)
 
 
-def _rows_exchanged() -> AbstractContextManager[Any]:
+@_in_place_of(lossless, "row_processors")
+def _rows_exchanged(own: Any, processors: Any, batch_size: int) -> list[RowProcessors]:
     """Every row meets the processors of the next one."""
-    own = lossless.row_processors
-
-    def row_processors(processors: Any, batch_size: int) -> list[RowProcessors]:
-        of_row = own(processors, batch_size)
-        return [*of_row[1:], of_row[0]]
-
-    return patch.object(lossless, "row_processors", row_processors)
+    of_row = own(processors, batch_size)
+    return [*of_row[1:], of_row[0]]
 
 
-def _half_the_text() -> AbstractContextManager[Any]:
+@_in_place_of(RowProcessors, "__call__")
+def _half_the_text(own: Any, of_row: RowProcessors, ids_1T: Tensor, scores_1V: Tensor) -> Any:
     """Processors see the first half of the text."""
-    own = RowProcessors.__call__
-
-    def call(of_row: RowProcessors, ids_1T: Tensor, scores_1V: Tensor) -> Tensor:
-        return own(of_row, ids_1T[:, : ids_1T.shape[1] // 2], scores_1V)
-
-    return patch.object(RowProcessors, "__call__", call)
+    return own(of_row, ids_1T[:, : ids_1T.shape[1] // 2], scores_1V)
 
 
-def _end_ignored() -> AbstractContextManager[Any]:
+@_in_place_of(StopCheck, "__call__")
+def _end_ignored(own: Any, check: StopCheck, row: Row) -> Any:
     """A row writes on behind the token that ends it."""
-    own = StopCheck.__call__
-
-    def call(check: StopCheck, row: Row) -> bool:
-        with patch.object(check, "_eos", set()):
-            return own(check, row)
-
-    return patch.object(StopCheck, "__call__", call)
+    with patch.object(check, "_eos", set()):
+        return own(check, row)
 
 
 FAULTS = (

@@ -262,9 +262,6 @@ class Adapters:
             path.mkdir()
         elif case == "adapter out":
             path.write_text("{}")
-            (source / ADAPTER_FOLDER).symlink_to(place.outside)
-            shutil.copytree(self._good, place.inputs / "lora")
-            (source / ADAPTER_FOLDER).unlink()
             (source / ADAPTER_FOLDER).mkdir()
             (source / ADAPTER_FOLDER / ADAPTER_CONFIG).symlink_to(place.outside / "secret.txt")
         else:
