@@ -134,8 +134,10 @@ def test_a_full_disk_is_a_sentence_and_the_next_run_goes_on(
     flags = [*flags, "--hidden_cache_dir", str(tmp_path / "states"), "--dtype", "float32"]
     write = prepare.write_shard
 
-    def refused(*shard: Any) -> None:  # from here on the system refuses files that are longer
-        resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))
+    def refused(*shard: Any) -> None:
+        # From here on the system refuses files that are longer, as a shard is. What is printed goes
+        # to files as well, and is shorter.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
         write(*shard)
 
     def until_full() -> None:
