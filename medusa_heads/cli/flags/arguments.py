@@ -36,6 +36,7 @@ Presets = Mapping[str, Mapping[str, Mapping[str, Any]]]
 _NOISE = ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward")
 _SIGPIPE = 13  # which some systems do not have
 _LONGEST = 1200  # characters of a sentence
+_AGAIN = 0.2  # seconds, in which a hook of the interpreter's is surely over
 # In the system's words, which safetensors repeats, and in those of torch.save.
 _FULL_DISK = (os.strerror(errno.ENOSPC), "PytorchStreamWriter", "unexpected pos")
 
@@ -142,7 +143,7 @@ def _ended_by_sigterm() -> Iterator[None]:
             ignored(left)
             return
         signal.signal(signal.SIGTERM, terminate)
-        again = threading.Timer(0.01, os.kill, (process, signal.SIGTERM))
+        again = threading.Timer(_AGAIN, os.kill, (process, signal.SIGTERM))
         again.daemon = True
         again.start()
 
