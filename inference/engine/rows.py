@@ -266,9 +266,7 @@ def _copy(original: Any) -> Any:
     pickler = _Pickler(written)
     pickler.dump(original)
     written.seek(0)
-    unpickler = pickle.Unpickler(written)
-    unpickler.persistent_load = pickler.shared.__getitem__  # type: ignore[method-assign]
-    return unpickler.load()
+    return _Unpickler(written, pickler.shared).load()
 
 
 class _Pickler(pickle.Pickler):
@@ -284,3 +282,12 @@ class _Pickler(pickle.Pickler):
             return None
         self.shared.append(obj)
         return len(self.shared) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, shared: list[Any]) -> None:
+        super().__init__(file)
+        self._shared = shared
+
+    def persistent_load(self, pid: int) -> Any:
+        return self._shared[pid]
