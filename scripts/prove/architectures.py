@@ -53,18 +53,24 @@ MEANING = {
     "MISMATCH": "decoded differently: a defect",
 }
 VERDICTS = tuple(MEANING)
-HOW = """Every causal-LM type of transformers, built tiny with random fp32 weights, and what
-decoding with a token tree makes of it. Each trusted type decodes greedily with the true
-continuation planted on random branches of a 17-node tree, and is compared token by token with
-`generate()`; windows and chunks are 16 tokens, so that trees straddle their edges. Each is also
-decoded where it must go wrong (a tree with a plain causal mask, a chain whose nodes do not see
-each other, a recurrent state that is not put back, index keys of refused drafts that are not
-dropped), and that has to be noticed.
+# Of a note the table leaves out what its row or its verdict says anyway.
+USUAL = re.compile(
+    r"(^|; )\d+\.\d+ tokens/step, \d+ distinct at least"
+    r"|^it keeps a recurrent state, which follows one path at a time"
+)
+HOW = """What tree decoding makes of every causal-LM type of transformers, built tiny with random
+fp32 weights. Each exact type decodes greedily with the true continuation planted on random
+branches of a 17-node tree, and is compared token by token with `generate()`. Windows and
+chunks are 16 tokens, so that trees straddle their edges. Each is also decoded with a
+fault, which must be noticed: a tree with a plain causal mask, a chain whose nodes do not
+see each other, a recurrent state that is not put back, or index keys of rejected drafts
+that are not dropped. Texts that repeat themselves prove nothing: their type counts as
+unproven.
 
-*Keeps* is what its cache holds of a text: rows, one a token; the rows of an index, by which its
-attention chooses what it reads; tokens compressed into common entries; a recurrent or convolution
-state. *Year* is the latest in the copyright lines of its modeling file in transformers (of its
-configuration file where that has none): about when it was added."""
+*Keeps* is what the cache holds of a text: rows, one a token; the rows of an index that
+chooses what attention reads; tokens compressed into common entries; a recurrent or
+convolution state. *Year* is the latest in the copyright lines of the modeling file in
+transformers (or else of the configuration file): about when the type was added."""
 
 
 @dataclass
@@ -244,7 +250,7 @@ def _markdown(rows: list[Result], *, with_year: bool = False) -> list[str]:
         "keeps": lambda row: row.keeps,
         "verdict": lambda row: row.verdict,
         "tokens": lambda row: f"{row.tokens:,}" if row.tokens else "",
-        "note": lambda row: row.note.replace("|", "/"),
+        "note": lambda row: USUAL.sub("", row.note).removeprefix("; ").replace("|", "/"),
     }
     if with_year:
         columns = {"type": columns.pop("type"), "year": lambda row: year(row.kind) or "", **columns}

@@ -48,7 +48,8 @@ def test_table(swept: Path) -> None:
     assert f"{sum(TOKENS.values())} tokens" in page and "; 0 differed" in page
     assert "| llama | 2022 | rows | exact tree | 90 |" in page
     assert "| deepseek_v32 | 2025 | rows, index | exact tree | 90 |" in page
-    assert "| lfm2 | 2025 | rows, state | exact recurrent | 20 |" in page
+    assert "| lfm2 | 2025 | rows, state | exact recurrent | 20 |  |" in page
+    assert "tokens/step" not in page and "ALiBi" in page
     assert "types of" in page and "decode exactly" in page
     assert not list(swept.glob("*.partial"))
 
