@@ -58,7 +58,6 @@ def section(summary: Summary, command: str, asked: int) -> str:
     parts += [_table("drafts", summary.compared, lambda record: record.family, _FIGURES, _figures)]
     parts += [_filled(FAULTS_SAY)]
     parts += [_table("fault", summary.broken, lambda record: record.fault, _NOTICED, _noticed)]
-    parts += [_table("texts", summary.broken, lambda record: record.group, _NOTICED, _noticed)]
     if summary.unnoticed:
         names = sorted(f"{record.case}" for record in summary.unnoticed)
         parts.append("Unnoticed:\n\n" + "\n".join(f"- {name}" for name in names))
