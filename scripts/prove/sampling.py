@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -55,7 +56,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 TREES = ("cartesian:3,2", "dynamic:6")
 _CASE = ("setting", "tree", "acceptance", "rng")
-_COLUMNS = (*_CASE, "tokens", "chi-square", "degrees of freedom", "p", "tokens per step")
+_COLUMNS = (*_CASE, "two tokens", "three tokens", "tokens per step")
 
 
 @dataclass
@@ -244,8 +245,8 @@ def verdict(outcomes: list[Outcome]) -> bool:
 
 def show(outcomes: list[Outcome]) -> None:
     table = Table(*_COLUMNS)
-    for o in outcomes:
-        table.add_row(*_cells(o))
+    for cells in _rows(outcomes):
+        table.add_row(*cells)
     Console().print(table)
     Console().print(_together(outcomes))
     Console().print("as it should be" if verdict(outcomes) else "[bold red]NOT as it should be")
@@ -263,15 +264,17 @@ def as_markdown(outcomes: list[Outcome], arguments: ProofArguments) -> str:
             "It compares their first two and first three tokens with the exact "
             "joint distribution. The second token is drawn at the root of the first tree, "
             "before any draft can be accepted; the third often lies behind an accepted draft. The "
-            "last two rows are a lossy rule, which must fail.",
+            "last row is a lossy rule, which must fail.",
             110,
         ),
         "",
         _together(outcomes),
         "",
-        "| " + " | ".join(_COLUMNS) + " |",
-        "|---|---|---|---|---|---|---|---|---|",
-        *("| " + " | ".join(_cells(o)) + " |" for o in outcomes),
+        "Of two and of three tokens: p, and in brackets chi-square and its degrees of freedom.",
+        "",
+        f"| {' | '.join(_COLUMNS)} |",
+        "|---" * len(_COLUMNS) + "|",
+        *(f"| {' | '.join(cells)} |" for cells in _rows(outcomes)),
     ]
     return "\n".join(lines) + "\n"
 
@@ -283,9 +286,12 @@ def _together(outcomes: list[Outcome]) -> str:
     )
 
 
-def _cells(o: Outcome) -> list[str]:
-    figures = [f"{o.statistic:.1f}", str(o.degrees), f"{o.p_value:.3g}", f"{o.tokens_per_step:.2f}"]
-    return [o.setting, o.tree, o.acceptance, o.rng, str(o.tokens), *figures]
+def _rows(outcomes: list[Outcome]) -> Iterator[list[str]]:
+    """The tests of two and of three tokens stand one behind the other, and are one row."""
+    for two, three in zip(outcomes[::2], outcomes[1::2], strict=True):
+        figures = [f"{o.p_value:.3g} ({o.statistic:.1f}, {o.degrees})" for o in (two, three)]
+        case = [two.setting, two.tree, two.acceptance, two.rng]
+        yield [*case, *figures, f"{two.tokens_per_step:.2f}"]
 
 
 main = command("scripts.prove.sampling", work, __doc__)

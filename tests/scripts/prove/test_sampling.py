@@ -10,6 +10,8 @@ import torch
 from scripts.prove.sampling import (
     SETTINGS,
     Outcome,
+    ProofArguments,
+    as_markdown,
     chi_square,
     combined,
     exact,
@@ -38,6 +40,13 @@ def test_many_small_doubts_are_one_large_doubt() -> None:
     cases = [case, replace(case, tokens=3, p_value=0.5)] * 12
     assert combined(cases, 2) < 0.001 < combined(cases, 3)
     assert not verdict(cases) and verdict([replace(one, p_value=0.5) for one in cases])
+
+
+def test_two_and_three_tokens_of_a_case_are_one_row() -> None:
+    two = Outcome("plain", "chain", "lossless", "keyed", 2, 9.0, 5, 0.05, 1.2)
+    page = as_markdown([two, replace(two, tokens=3, p_value=0.5)], ProofArguments())
+    row = "| plain | chain | lossless | keyed | 0.05 (9.0, 5) | 0.5 (9.0, 5) | 1.20 |"
+    assert page.splitlines()[-1] == row
 
 
 @pytest.mark.parametrize("name", SETTINGS)
