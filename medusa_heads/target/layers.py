@@ -34,7 +34,7 @@ def decoder_layers(model: Any, otherwise: str) -> list[nn.Module]:
             `otherwise`.
     """
     config = model.config.get_text_config(decoder=True)
-    found = list(layer_lists(model.get_decoder() or model).values())
+    found = list(layer_lists(_decoder(model)).values())
     if len(found) != 1:
         raise UnsupportedArchitecture(
             f"{config.model_type} has {len(found) or 'no'} lists of {config.num_hidden_layers} "
@@ -55,7 +55,7 @@ def behind_layers(model: Any, otherwise: str) -> nn.Sequential:
     """
     last, lm_head = decoder_layers(model, otherwise)[-1], model.get_output_embeddings()
     inner = set(last.modules())
-    decoder = model.get_decoder() or model
+    decoder = _decoder(model)
     followers = [
         part
         for part in dict.fromkeys((*decoder.children(), *model.children()))
@@ -92,3 +92,10 @@ def behind_layers(model: Any, otherwise: str) -> nn.Sequential:
             otherwise,
         )
     return found
+
+
+def _decoder(model: Any) -> Any:
+    """The part that holds the layers; the model itself, where transformers takes something else for
+    it, such as ModernBERT's lm_head."""
+    decoder = model.get_decoder()
+    return decoder if hasattr(decoder, "config") else model

@@ -14,9 +14,11 @@ from transformers import (
     OPTConfig,
 )
 
+from medusa_heads import HeadsConfig, MedusaModel, new_heads
 from medusa_heads.errors import UnsupportedArchitecture
-from medusa_heads.target.layers import behind_layers, layer_lists
+from medusa_heads.target.layers import behind_layers, decoder_layers, layer_lists
 from medusa_heads.target.target import TargetModel
+from scripts.prove.tiny_models import builder
 from tests.conftest import TinyLlama
 
 SIZES: dict[str, Any] = {
@@ -32,6 +34,18 @@ def test_the_list_is_found_by_its_length_and_its_own_lists_are_not(tiny_llama: T
     assert list(layer_lists(model)) == ["model.layers"]
     model.model.layers[0].experts = nn.ModuleList(nn.Linear(1, 1) for _ in range(3))
     assert list(layer_lists(model)) == ["model.layers"]
+
+
+def test_an_lm_head_called_decoder_holds_no_layers() -> None:
+    model: Any = builder("modernbert-decoder")((0.15, 0.15)).float().eval()
+    assert isinstance(model.get_decoder(), nn.Linear)
+    assert decoder_layers(model, "wait") == list(model.model.layers)
+    model.generation_config.update(pad_token_id=0, eos_token_id=None)
+    medusa = MedusaModel(model, new_heads(model, HeadsConfig(num_heads=2, features=[0])), tree=4)
+    ids_1T = torch.arange(5, 25)[None]
+    options: Any = {"attention_mask": torch.ones_like(ids_1T), "max_new_tokens": 12}
+    got: Any = medusa.generate(ids_1T, do_sample=False, **options)
+    assert torch.equal(got, model.generate(ids_1T, do_sample=False, **options))
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def every_way(target: ProofTarget, turn: int) -> Iterator[Way]:
         yield planted(target, name="scripts, planted", scripted=target.scripted)
     for step in (0, 3):  # other heads, and another tree
         kind = list(HEADS)[(turn + step) % len(HEADS)]
-        heads = random_heads(target.view, **HEADS[kind])
+        heads = _heads(target, HEADS[kind])
         tree = TREES[(turn // len(HEADS) + turn + step) % len(TREES)] if target.tree else "chain"
         model = MedusaModel(target.view, heads, tree=tree)
         yield planted(target, model, HEADS_FAMILY, f"{kind}, {tree}, planted")
@@ -200,6 +200,16 @@ def every_way(target: ProofTarget, turn: int) -> Iterator[Way]:
         tree = DRAFT_TREES[turn // 4 % 2] if target.tree else "chain:4"
         drafted = DraftedModel(target.view, noisy(target), tree=tree, rng=RNG)
         yield assisted(drafted, "draft model", tree, slow=True)
+
+
+def _heads(target: ProofTarget, kind: dict[str, Any]) -> Any:
+    """Random heads; without features where nobody can tell the target's layers."""
+    heads = random_heads(target.view, **kind)
+    try:
+        target.view.with_features(heads.config.features)
+    except UnsupportedArchitecture:
+        return random_heads(target.view, **kind | {"features": None})
+    return heads
 
 
 def untrained(target: ProofTarget, turn: int) -> Way:
