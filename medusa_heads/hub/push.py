@@ -189,7 +189,12 @@ def _add_benchmark(
 
 
 def _is_benchmark(report: Mapping[str, Any]) -> bool:
-    return isinstance(report.get("settings"), list) and isinstance(report.get("machine"), dict)
+    known = isinstance(report.get("target_fingerprint"), dict | None)
+    return (
+        known
+        and isinstance(report.get("settings"), list)
+        and isinstance(report.get("machine"), dict)
+    )
 
 
 def push(

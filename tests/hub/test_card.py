@@ -131,6 +131,9 @@ def test_reports_that_cannot_be_right_are_refused(
     (tmp_path / "b.json").write_text(json.dumps(other))
     with pytest.raises(ValueError, match="measured on another target"):
         card_of(checkpoint, benchmark=tmp_path / "b.json")
+    (tmp_path / "b.json").write_text(json.dumps(other | {"target_fingerprint": ["llama"]}))
+    with pytest.raises(ValueError, match="expected a report of medusa-heads benchmark"):
+        card_of(checkpoint, benchmark=tmp_path / "b.json")
     for text, sentence in (
         ('{"report_version": 99}', "report_version 99, expected 1"),
         ('{"report_version": 1}', "report beside the heads is damaged"),
