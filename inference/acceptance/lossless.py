@@ -20,6 +20,7 @@ from medusa_heads.inference.acceptance.base import (
     row_processors,
     warp,
 )
+from medusa_heads.inference.acceptance.likeliest import Likeliest
 from medusa_heads.inference.engine.noise import NO_TOKEN, Noise
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.trees.tree import TokenTree
@@ -53,6 +54,7 @@ class SampleThenMatch:
         self.processors = processors
         self._do_sample = do_sample
         self._at_once = look_at_scores_alone(processors)
+        self._likeliest = Likeliest.of(processors)
         self._of_row: list[RowProcessors] = []
 
     def draws_at_once(self, rows: Sequence[Row]) -> bool:
@@ -61,9 +63,7 @@ class SampleThenMatch:
         return keyed and look_at_tokens_alone(self.processors, rows)
 
     def __call__(self, tree: TokenTree, logits_BNV: Tensor, rows: Sequence[Row]) -> list[list[int]]:
-        plain = not self._do_sample and not self.processors
-        recorded = any(row.recorder for row in rows)
-        if plain and not recorded and _runs_ahead(logits_BNV.device):
+        if self._is_plain(rows) and _runs_ahead(logits_BNV.device):
             # All nodes at once, and a single wait for the device. On a CPU nobody waits, and the
             # walked nodes alone are less work.
             greedy_BN = logits_BNV.argmax(dim=-1)
@@ -92,12 +92,25 @@ class SampleThenMatch:
             walking = further
         return paths
 
+    def _is_plain(self, rows: Sequence[Row]) -> bool:
+        """Whether the logits' argmax is all that is asked for."""
+        return not (self._do_sample or self.processors or any(row.recorder for row in rows))
+
     def _draw(
         self, logits_BNV: Tensor, rows: Sequence[Row], walking: Sequence[int], nodes: Sequence[int]
     ) -> list[int]:
         """The target's next token behind a node of each of the walking rows."""
+        walked = [rows[b] for b in walking]
+        if self._is_plain(walked):
+            greedy: list[int] = _of_nodes(logits_BNV, walking, nodes).argmax(dim=-1).tolist()
+            return greedy
+        on_host = not _runs_ahead(logits_BNV.device)  # elsewhere a look at scores is a wait
+        if self._likeliest is not None and self.noise is not None and on_host:
+            logits_WV = _of_nodes(logits_BNV, walking, nodes)
+            if (likeliest := self._likeliest.draw(self.noise, walked, logits_WV)) is not None:
+                return likeliest
         if self._at_once and len(walking) > 1:
-            ids: Any = rows[walking[0]].ids_1T()  # nothing here reads more of it than its device
+            ids: Any = walked[0].ids_1T()  # nothing here reads more of it than its device
             logits_WV = _of_nodes(logits_BNV, walking, nodes)
             logits_WV = logits_WV.to(dtype=torch.float32, device=ids.device)
             scores_WV = warp(self.processors, ids, logits_WV)
@@ -106,7 +119,7 @@ class SampleThenMatch:
             scores_WV = torch.cat(
                 [self._scores(logits_BNV[b], rows[b], node) for b, node in places]
             )
-        drawn: list[int] = self._pick(scores_WV, [rows[b] for b in walking]).tolist()
+        drawn: list[int] = self._pick(scores_WV, walked).tolist()
         check_drawn(drawn)
         return drawn
 
@@ -145,6 +158,8 @@ def check_drawn(tokens: Sequence[int]) -> None:
 def _of_nodes(logits_BNV: Tensor, rows: Sequence[int], nodes: Sequence[int]) -> Tensor:
     """The logits of one node of each of these rows, for reading alone."""
     batch, count, _ = logits_BNV.shape
+    if len(rows) == 1:
+        return logits_BNV[rows[0], nodes[0], None]
     if len(rows) == batch and not any(nodes):  # all walk from the root
         return logits_BNV[:, 0]
     places = [row * count + node for row, node in zip(rows, nodes, strict=True)]
