@@ -93,10 +93,9 @@ class Likeliest:
         if self._top_p is not None and self._top_k is None:
             totals = self._totals(logits_WV)
         drawn = []
-        for row, *likeliest in zip(
-            rows, highest_WC.tolist(), tokens_WC.tolist(), totals, strict=True
-        ):
-            token = self._draw(noise.luck(row), *likeliest, vocab_size)
+        likeliest = zip(highest_WC.tolist(), tokens_WC.tolist(), totals, strict=True)
+        for row, (highest, tokens, total) in zip(rows, likeliest, strict=True):
+            token = self._draw(noise.luck(row), highest, tokens, total, vocab_size)
             if token is None:
                 return None
             drawn.append(token)
