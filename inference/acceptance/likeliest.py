@@ -80,22 +80,22 @@ class Likeliest:
     def draw(self, noise: Noise, rows: Sequence[Row], logits_WV: Tensor) -> list[int] | None:
         """The next token of each row, by its logits. None where others than the likeliest tokens
         might be drawn, or rounding decides; and where somebody is to be given all scores."""
-        if any(row.recorder for row in rows):
+        if logits_WV.shape[1] <= self._count or any(row.recorder for row in rows):
             return None
         if self._before:
             given = zip(rows, logits_WV.to(copy=True, dtype=torch.float32)[:, None], strict=True)
             logits_WV = torch.cat(
                 [warp(self._before, row.ids_1T(), logits_1V) for row, logits_1V in given]
             )
-        vocab_size = logits_WV.shape[1]
-        highest_WC, tokens_WC = logits_WV.topk(min(self._count, vocab_size), dim=-1)
+        highest_WC, tokens_WC = logits_WV.topk(self._count, dim=-1)
         totals: Sequence[float | None] = [None] * len(rows)
         if self._top_p is not None and self._top_k is None:
             totals = self._totals(logits_WV)
         drawn = []
-        likeliest = zip(highest_WC.tolist(), tokens_WC.tolist(), totals, strict=True)
-        for row, (highest, tokens, total) in zip(rows, likeliest, strict=True):
-            token = self._draw(noise.luck(row), highest, tokens, total, vocab_size)
+        for row, *likeliest in zip(
+            rows, highest_WC.tolist(), tokens_WC.tolist(), totals, strict=True
+        ):
+            token = self._draw(noise.luck(row), *likeliest)
             if token is None:
                 return None
             drawn.append(token)
@@ -109,12 +109,7 @@ class Likeliest:
         return totals
 
     def _draw(
-        self,
-        luck: Luck,
-        highest: list[float],
-        tokens: list[int],
-        total: float | None,
-        vocab_size: int,
+        self, luck: Luck, highest: list[float], tokens: list[int], total: float | None
     ) -> int | None:
         """The token that is drawn behind one text, by scores in falling order. It is that with the
         least draw over weight."""
@@ -123,8 +118,8 @@ class Likeliest:
         scores = [(score - highest[0]) / self._temperature for score in highest]
         left = len(scores)  # at least; certainty is asked of the drawn one alone
         if self._top_k is not None:
-            left = bisect_right(highest, -highest[min(self._top_k, left) - 1], key=neg)
-            if left < len(scores) and scores[left - 1] - scores[left] < _CLOSE:
+            left = bisect_right(highest, -highest[self._top_k - 1], key=neg)
+            if left == len(scores) or scores[left - 1] - scores[left] < _CLOSE:
                 return None
         weights = [math.exp(score) for score in scores[:left]]
         if self._top_p is not None:
@@ -133,7 +128,7 @@ class Likeliest:
             left = min(left, bisect_right(so_far, (self._top_p + _CLOSE) * total) + 1)
             left = bisect_right(highest, -highest[left - 1], key=neg, hi=len(weights))
         left = min(left, bisect_right(scores, -max(self._least - _CLOSE, _LOWEST), key=neg))
-        if left == len(scores) < vocab_size:
+        if left == len(scores):
             return None
         place, first, second = 0, math.inf, math.inf
         for i in range(left):

@@ -18,7 +18,7 @@ from medusa_heads.inference.acceptance.likeliest import Likeliest
 from medusa_heads.inference.engine.noise import Noise
 from medusa_heads.inference.engine.rows import Row, ScoreRecorder, StopCheck
 
-PROMPTS = [[3, 9, 10], [7, 7, 1], [11, 3, 1]]
+PROMPTS = [[3, 9, 200], [7, 7, 120], [250, 3, 1]]
 VOCAB = 600
 T = known.TemperatureLogitsWarper(0.7)
 K = known.TopKLogitsWarper(20)
@@ -50,12 +50,12 @@ def both(
     return among.draw(noise, rows, logits_WV), noise.draw(rows, torch.cat(scores)).tolist()
 
 
-def some_logits(seed: int, vocab_size: int = VOCAB) -> Tensor:
+def some_logits(seed: int) -> Tensor:
     """Of one or three rows: flat or steep, with ties or without."""
     torch.manual_seed(seed)
     scale = (0.1, 1.0, 3.0, 6.0)[seed % 4]
     dtype = (torch.float32, torch.bfloat16)[seed // 4 % 2]
-    return (torch.randn((1, 3)[seed // 8 % 2], vocab_size) * scale).to(dtype)
+    return (torch.randn((1, 3)[seed // 8 % 2], VOCAB) * scale).to(dtype)
 
 
 @pytest.mark.parametrize("processors", CHAINS)
@@ -64,14 +64,6 @@ def test_among_the_likeliest_the_same_is_drawn_as_among_all(processors: list[Any
     certain = [(among, every) for among, every in drawn if among is not None]
     assert [among for among, _ in certain] == [every for _, every in certain]
     assert len(certain) > 25  # at least: a nucleus of flat logits holds most tokens
-
-
-@pytest.mark.parametrize("processors", CHAINS)
-def test_of_few_tokens_all_are_the_likeliest(processors: list[Any]) -> None:
-    drawn = [both(processors, some_logits(seed, 12), seed) for seed in range(64)]
-    certain = [(among, every) for among, every in drawn if among is not None]
-    assert [among for among, _ in certain] == [every for _, every in certain]
-    assert len(certain) > 40
 
 
 def test_limits_that_are_not_kept_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
