@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from medusa_heads.inference.acceptance.base import is_penalty, warp
+from medusa_heads.inference.acceptance.base import greediest, is_penalty, warp
 from medusa_heads.inference.engine.noise import NoiseOnDevice
 from medusa_heads.trees.tree import TokenTree
 
@@ -103,7 +103,7 @@ def draw_all(
     whether ids beyond the vocabulary are.
     """
     if noise is None and not processors:
-        return logits_BNV.argmax(dim=-1)
+        return greediest(logits_BNV)
     seen_RV = None if seen_BV is None else _seen_behind(tree, seen_BV).flatten(0, 1)
     scores_BNV = warp(processors, seen_RV, logits_BNV.float().flatten(0, 1)).view_as(logits_BNV)
     if noise is None:

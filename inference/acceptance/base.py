@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PrefixConstrainedLogitsProcessor
 from transformers.generation import logits_process as known
@@ -88,6 +89,13 @@ def look_at_one_row(processors: LogitsProcessorList) -> bool:
         and not isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)
         for processor in processors
     )
+
+
+def greediest(logits: Tensor) -> Tensor:
+    """The likeliest tokens, along the last dimension. In fp32, as generate() compares them: of a
+    target in double precision, unequal logits may be equal there."""
+    logits = logits.float() if logits.dtype == torch.float64 else logits
+    return logits.argmax(dim=-1)
 
 
 Settings = Mapping[str, tuple[float, float]]  # of a rule: the default, and the most it may be

@@ -15,6 +15,7 @@ from transformers import LogitsProcessorList
 from medusa_heads.inference.acceptance.base import (
     RowProcessors,
     Settings,
+    greediest,
     look_at_scores_alone,
     look_at_tokens_alone,
     row_processors,
@@ -66,7 +67,7 @@ class SampleThenMatch:
         if self._is_plain(rows) and _runs_ahead(logits_BNV.device):
             # All nodes at once, and a single wait for the device. On a CPU nobody waits, and the
             # walked nodes alone are less work.
-            greedy_BN = logits_BNV.argmax(dim=-1)
+            greedy_BN = greediest(logits_BNV)
             tokens, parents, greedy = torch.stack(
                 [tree.tokens_BN, tree.parents_BN, greedy_BN]
             ).tolist()
@@ -102,7 +103,7 @@ class SampleThenMatch:
         """The target's next token behind a node of each of the walking rows."""
         walked = [rows[b] for b in walking]
         if self._is_plain(walked):
-            greedy: list[int] = _of_nodes(logits_BNV, walking, nodes).argmax(dim=-1).tolist()
+            greedy: list[int] = greediest(_of_nodes(logits_BNV, walking, nodes)).tolist()
             return greedy
         on_host = not _runs_ahead(logits_BNV.device)  # elsewhere a look at scores is a wait
         if self._likeliest is not None and self.noise is not None and on_host:

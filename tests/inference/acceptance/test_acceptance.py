@@ -72,6 +72,15 @@ def walk_a_batch(rule: SampleThenMatch) -> None:
     assert [one.tokens for one in rows] == [[6, 7], [6, 7, 8, 3], [1], [0], [9, 7, 11]]
 
 
+@pytest.mark.usefixtures("runs_ahead")
+def test_greedy_tokens_are_compared_in_fp32_as_generate_compares_them() -> None:
+    logits_1NV = logits_naming([6, 0, 0, 0, 0, 0]).double()
+    logits_1NV[0, 0, 9] = logits_1NV[0, 0, 6] + 1e-9
+    one = row()
+    SampleThenMatch(LogitsProcessorList(), do_sample=False)(tree(), logits_1NV, [one])
+    assert one.tokens[0] == 6
+
+
 def test_nothing_follows_an_end_token_inside_an_accepted_block() -> None:
     rule = SampleThenMatch(LogitsProcessorList(), do_sample=False)
     one = row(eos=7)
