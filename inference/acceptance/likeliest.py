@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as known
 
-from medusa_heads.inference.acceptance.base import look_at_one_row, warp
+from medusa_heads.inference.acceptance.base import look_at_one_row, look_at_scores_alone, warp
 from medusa_heads.inference.engine.noise import Luck, Noise
 from medusa_heads.inference.engine.rows import Row
 
@@ -33,9 +33,15 @@ _FEW = 64
 _MANY = 256  # where no top_k says how many are left
 _MOST = 512  # beyond which all tokens are hardly more work
 _CLOSE = 1e-4  # of what is closer, rounding in fp32 may decide
+_SUMMED = 1e-8  # for each token more of a sum in fp32, which takes those of one lane in turn
+_MILD = 1e30  # times or by which a temperature leaves fp32 its digits
 _HIGHEST = 300.0  # of scores, in which fp32 rounds by less
 _LOWEST = -60.0  # below the highest, which no noise makes up for
 _UNLUCKY = 6.8  # a draw of the exponential law, beyond which fp32 knows it by few digits
+# Tokens of the vocabulary for each one that is looked at, from which on that is less work: than
+# for a row alone, for several at once, and if these are sorted.
+_ALONE, _AT_ONCE, _SORTED = 2, 64, 8
+_LONGEST_REST = 64  # of draws without a try, behind tries in vain
 
 
 class Likeliest:
@@ -53,6 +59,9 @@ class Likeliest:
         of_kind: dict[type, Any] = {type(each): each for each in processors}
         temperature, top_k, top_p, min_p = map(of_kind.get, _ORDER)
         self._before = before
+        at_once = _AT_ONCE if top_p is None else _SORTED
+        self._times = at_once if look_at_scores_alone(before) else _ALONE
+        self._in_vain = self._rest = 0
         self._temperature = 1.0 if temperature is None else temperature.temperature
         self._top_k = None if top_k is None else top_k.top_k
         self._top_p = None if top_p is None else top_p.top_p
@@ -74,14 +83,23 @@ class Likeliest:
             and all(each.filter_value == -math.inf for each in limits)
             and all(getattr(each, "min_tokens_to_keep", 1) == 1 for each in limits)
             and all(2 * getattr(each, "top_k", 0) <= _MOST for each in limits)
+            and all(1 / _MILD < getattr(each, "temperature", 1) < _MILD for each in last)
         )
         return cls(before, last) if serves else None
 
-    def draw(self, noise: Noise, rows: Sequence[Row], logits_WV: Tensor) -> list[int] | None:
+    def pays(self, rows: int, vocab: int) -> bool:
+        """Whether to draw for so many rows so is less work than among all tokens, as far as known;
+        to be asked before each draw. Behind draws in vain fewer and fewer are tried."""
+        if vocab < self._count * (_ALONE if rows == 1 else self._times):
+            return False
+        self._rest -= 1
+        return self._rest < 0
+
+    def draw(self, noise: Noise, rows: Sequence[Row], logits_WV: Tensor) -> list[int | None]:
         """The next token of each row, by its logits. None where others than the likeliest tokens
         might be drawn, or rounding decides; and where somebody is to be given all scores."""
         if logits_WV.shape[1] <= self._count or any(row.recorder for row in rows):
-            return None
+            return [None] * len(rows)
         if self._before:
             given = zip(rows, logits_WV.to(copy=True, dtype=torch.float32)[:, None], strict=True)
             logits_WV = torch.cat(
@@ -89,16 +107,17 @@ class Likeliest:
             )
         highest_WC, tokens_WC = logits_WV.topk(self._count, dim=-1)
         totals: Sequence[float | None] = [None] * len(rows)
+        close = _CLOSE
         if self._top_p is not None and self._top_k is None:
             totals = self._totals(logits_WV)
-        drawn = []
-        for row, *likeliest in zip(
-            rows, highest_WC.tolist(), tokens_WC.tolist(), totals, strict=True
-        ):
-            token = self._draw(noise.luck(row), *likeliest)
-            if token is None:
-                return None
-            drawn.append(token)
+            close += _SUMMED * logits_WV.shape[1]
+        likeliest = zip(rows, highest_WC.tolist(), tokens_WC.tolist(), totals, strict=True)
+        drawn = [
+            self._draw(noise.luck(row), highest, tokens, total, close)
+            for row, highest, tokens, total in likeliest
+        ]
+        self._in_vain = self._in_vain + 1 if 2 * drawn.count(None) > len(rows) else 0
+        self._rest = min(2**self._in_vain, _LONGEST_REST) - 2 if self._in_vain else 0
         return drawn
 
     def _totals(self, logits_WV: Tensor) -> list[float]:
@@ -109,10 +128,16 @@ class Likeliest:
         return totals
 
     def _draw(
-        self, luck: Luck, highest: list[float], tokens: list[int], total: float | None
+        self,
+        luck: Luck,
+        highest: list[float],
+        tokens: list[int],
+        total: float | None,
+        close: float,
     ) -> int | None:
         """The token that is drawn behind one text, by scores in falling order. It is that with the
-        least draw over weight."""
+        least draw over weight. What lies so close to the limit of top_p may be on its other side.
+        """
         if not abs(highest[0]) < _HIGHEST * self._temperature:
             return None
         scores = [(score - highest[0]) / self._temperature for score in highest]
@@ -125,8 +150,8 @@ class Likeliest:
         if self._top_p is not None:
             total = sum(weights) if total is None else total
             so_far = list(accumulate(weights))
-            left = min(left, bisect_right(so_far, (self._top_p + _CLOSE) * total) + 1)
-            left = bisect_right(highest, -highest[left - 1], key=neg, hi=len(weights))
+            left = min(left, bisect_right(so_far, (self._top_p + close) * total) + 1)
+            left = _as_likely(scores, left - 1, len(weights))
         left = min(left, bisect_right(scores, -max(self._least - _CLOSE, _LOWEST), key=neg))
         if left == len(scores):
             return None
@@ -140,10 +165,15 @@ class Likeliest:
         if left > 1 and not (second > first * (1 + _CLOSE) and first * weights[place] < _UNLUCKY):
             return None
         if self._top_p is not None:
-            as_likely = bisect_right(highest, -highest[place], key=neg, hi=len(weights))
-            likelier = so_far[as_likely - 1] - weights[place]
-            if likelier > (self._top_p - _CLOSE) * total:
+            likelier = so_far[_as_likely(scores, place, len(weights)) - 1] - weights[place]
+            if likelier > (self._top_p - close) * total:
                 return None
         if scores[place] < self._least + _CLOSE:
             return None
         return tokens[place]
+
+
+def _as_likely(scores: list[float], place: int, end: int) -> int:
+    """The end of those that may be sorted before this one: rounding can make unequal scores equal,
+    and equal ones have no order."""
+    return bisect_right(scores, -(scores[place] - _CLOSE), key=neg, hi=end)

@@ -106,10 +106,23 @@ class SampleThenMatch:
             greedy: list[int] = greediest(_of_nodes(logits_BNV, walking, nodes)).tolist()
             return greedy
         on_host = not _runs_ahead(logits_BNV.device)  # elsewhere a look at scores is a wait
-        if self._likeliest is not None and self.noise is not None and on_host:
-            logits_WV = _of_nodes(logits_BNV, walking, nodes)
-            if (likeliest := self._likeliest.draw(self.noise, walked, logits_WV)) is not None:
-                return likeliest
+        likeliest = self._likeliest if on_host and self.noise is not None else None
+        if likeliest is None or not likeliest.pays(len(walked), logits_BNV.shape[2]):
+            return self._draw_among_all(logits_BNV, rows, walking, nodes)
+        assert self.noise is not None
+        drawn = likeliest.draw(self.noise, walked, _of_nodes(logits_BNV, walking, nodes))
+        if None not in drawn:
+            return [token for token in drawn if token is not None]
+        unsure = [i for i, token in enumerate(drawn) if token is None]
+        left = [walking[i] for i in unsure], [nodes[i] for i in unsure]
+        among_all = iter(self._draw_among_all(logits_BNV, rows, *left))
+        return [next(among_all) if token is None else token for token in drawn]
+
+    def _draw_among_all(
+        self, logits_BNV: Tensor, rows: Sequence[Row], walking: Sequence[int], nodes: Sequence[int]
+    ) -> list[int]:
+        """What `_draw` draws, by the processed scores of all tokens."""
+        walked = [rows[b] for b in walking]
         if self._at_once and len(walking) > 1:
             ids: Any = walked[0].ids_1T()  # nothing here reads more of it than its device
             logits_WV = _of_nodes(logits_BNV, walking, nodes)
