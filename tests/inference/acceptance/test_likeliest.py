@@ -12,11 +12,12 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process as known
 
-from medusa_heads.inference.acceptance import likeliest
+from medusa_heads.inference.acceptance import SampleThenMatch, likeliest
 from medusa_heads.inference.acceptance.base import warp
 from medusa_heads.inference.acceptance.likeliest import Likeliest
 from medusa_heads.inference.engine.noise import Noise
 from medusa_heads.inference.engine.rows import Row, ScoreRecorder, StopCheck
+from medusa_heads.trees.tree import TokenTree
 
 PROMPTS = [[3, 9, 200], [7, 7, 120], [250, 3, 1]]
 VOCAB = 600
@@ -141,6 +142,22 @@ def test_a_row_that_is_left_to_all_tokens_leaves_the_others_alone() -> None:
     logits_WV[1] = math.inf
     (first, every_first), (second, _), (third, every_third) = both([T, K], logits_WV, 0)
     assert (first, second, third) == (every_first, None, every_third)
+
+
+def test_rows_that_are_left_to_all_tokens_take_their_places_again() -> None:
+    chain = LogitsProcessorList([T, P])
+    logits_BNV = torch.randn(3, 1, 4096) * torch.tensor([9.0, 0.1, 9.0])[:, None, None]
+    trees = TokenTree.root_only(torch.tensor([1, 1, 1]))
+    for seed in range(8):
+        written = []
+        for pays in (True, False):
+            rows, rule = rows_of(3), SampleThenMatch(chain, do_sample=True)
+            rule.noise = Noise(seed, rows, [0, 0, 0])
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Likeliest, "pays", lambda *_, pays=pays: pays)
+                rule(trees, logits_BNV, rows)
+            written.append([row.tokens for row in rows])
+        assert written[0] == written[1]
 
 
 @pytest.mark.parametrize(
