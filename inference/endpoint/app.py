@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from concurrent.futures import Executor
@@ -20,6 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from medusa_heads.inference.endpoint.answers import Answer, refused
+from medusa_heads.inference.endpoint.origins import for_pages_of, strangers
 from medusa_heads.inference.endpoint.protocol import Asked, Reader
 from medusa_heads.inference.endpoint.scheduler import Closed, Overloaded, Scheduler
 from medusa_heads.inference.endpoint.text import Ending
@@ -38,6 +38,7 @@ def make_app(
     *,
     api_key: str | None = None,
     hosts: Collection[str] | None = None,
+    origins: Collection[str] = (),
 ) -> Starlette:
     """An application that answers for one model.
 
@@ -48,6 +49,7 @@ def make_app(
         name: of the model, as clients call it.
         api_key: without which nothing but the health is told; None: everybody is told.
         hosts: names by which clients and the pages that they show call this machine; None: any.
+        origins: of other pages whose browsers may ask, and read the answers; `*`: of any.
     """
     created = int(time.time())
     # As its bytes are in the environment, and in a header.
@@ -112,11 +114,12 @@ def make_app(
             said = request.headers.get("authorization", "")
             if expected is not None and not hmac.compare_digest(said.encode("latin-1"), expected):
                 return _refusal(401, "the API key is missing or wrong")
-            if hosts is not None and not _calling(request) <= {*hosts}:
+            if hosts is not None and strangers(request, hosts, origins):
                 return _refusal(
                     403,
                     "without an API key only localhost is told anything, and no web page: ask by "
-                    "that name, or start the server with --api_key_variable",
+                    "that name, or start the server with --api_key_variable, for a page with "
+                    "--allowed_origins",
                 )
             return await route(request)
 
@@ -138,16 +141,9 @@ def make_app(
             Route("/v1/completions", guarded(partial(answer, chat=False)), methods=["POST"]),
             Route("/v1/chat/completions", guarded(partial(answer, chat=True)), methods=["POST"]),
         ],
+        middleware=for_pages_of(origins),
         exception_handlers={HTTPException: on_http},
     )
-
-
-def _calling(request: Request) -> set[str]:
-    """The hosts that are asked and, by a browser, for whose page: any page's name can be made to
-    mean this machine."""
-    asked = [request.headers.get("host", "localhost")]
-    asked += [origin.partition("://")[2] for origin in request.headers.getlist("origin")]
-    return {re.sub(r":\d+$", "", host).lower() for host in asked}
 
 
 async def _body(request: Request) -> bytes:

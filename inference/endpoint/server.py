@@ -7,6 +7,7 @@ import copy
 import ipaddress
 import socket
 import threading
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from medusa_heads.inference.endpoint.app import make_app
+from medusa_heads.inference.endpoint.origins import origins_of
 from medusa_heads.inference.endpoint.protocol import Reader
 from medusa_heads.inference.endpoint.scheduler import Scheduler
 from medusa_heads.target.loading import load_tokenizer
@@ -37,9 +39,11 @@ class Server:
         cache_bytes: that keys and values may take; None: as much as the rows need.
         api_key: that clients must send; None: none.
         name: of the model for clients; by default its target's.
+        allowed_origins: of web pages that may ask, such as `"https://page.example"`; `"*"`: of all.
 
     Raises:
-        ValueError: the port is taken, or the model cannot be decoded in rows that come and go.
+        ValueError: the port is taken, an origin is none, or the model cannot be decoded in rows
+            that come and go.
 
     Attributes:
         url: where it listens.
@@ -58,10 +62,12 @@ class Server:
         cache_bytes: int | None = None,
         api_key: str | None = None,
         name: str | None = None,
+        allowed_origins: Collection[str] = (),
     ) -> None:
         for what, number in (("max_rows", max_rows), ("queue", queue)):
             if number < 1:
                 raise ValueError(f"{what} must be at least 1, got {number}")
+        origins = origins_of(allowed_origins)
         target = model.target
         batch = model.running_batch(max_rows)
         self.alone = batch.alone
@@ -90,6 +96,7 @@ class Server:
             name or target.name_or_path or "model",
             api_key=api_key,
             hosts={"localhost", "127.0.0.1", "[::1]", called.lower()} if local else None,
+            origins=origins,
         )
         config = uvicorn.Config(
             app,
@@ -102,8 +109,9 @@ class Server:
         self._leaving = ExitStack()
 
     @staticmethod
-    def check_place(host: str, port: int) -> None:
-        """Raises ValueError: nobody can listen there."""
+    def check_place(host: str, port: int, allowed_origins: Collection[str] = ()) -> None:
+        """Raises ValueError: nobody can listen there, or an origin is none."""
+        origins_of(allowed_origins)
         _listening(host, port).close()
 
     def run(self) -> None:

@@ -28,6 +28,12 @@ class ServeArguments(DraftingArguments):
     api_key_variable: str | None = flag(
         None, "Environment variable that holds an API key, without which nobody is answered."
     )
+    allowed_origins: list[str] = flag(
+        [],
+        "Web pages that may ask, such as https://page.example, or '*': all; may be given again. "
+        "Default: none.",
+        action="extend",
+    )
     model_name: str | None = flag(
         None, "Name of the model for clients. Default: the target's hub id or path."
     )
@@ -49,7 +55,8 @@ def serve(arguments: ServeArguments) -> None:
             )
     from medusa_heads.inference.models.assisted import find_server
 
-    find_server().check_place(arguments.host, arguments.port)  # before seconds of loading
+    # Before seconds of loading.
+    find_server().check_place(arguments.host, arguments.port, arguments.allowed_origins)
     model, tokenizer = load_drafting_model(arguments)
     warn_if_lossy(model)
     server = model.server(
@@ -61,6 +68,7 @@ def serve(arguments: ServeArguments) -> None:
         cache_bytes=None if arguments.cache_gb is None else round(arguments.cache_gb * 1e9),
         api_key=api_key,
         name=arguments.model_name,
+        allowed_origins=arguments.allowed_origins,
     )
     print_choices()
     if server.alone is not None:

@@ -34,6 +34,7 @@ def serve(checkpoint: Path, *flags: str) -> list[str]:
         (["--api_key_variable", "NO_SUCH_KEY"], "NO_SUCH_KEY holds no API key"),
         (["--port", "-1"], "port must be at least 0"),
         (["--port", "70000"], "nobody can listen"),
+        (["--allowed_origins", "https://page.example/"], "without a path or a slash at its end"),
         (["--host", "256.0.0.1", "--port", "0"], "nobody can listen"),
     ],
     ids=str,
