@@ -7,7 +7,6 @@ import hmac
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
-from concurrent.futures import Executor
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -20,7 +19,8 @@ from starlette.routing import Route
 
 from medusa_heads.inference.endpoint.answers import Answer, refused
 from medusa_heads.inference.endpoint.origins import for_pages_of, strangers
-from medusa_heads.inference.endpoint.protocol import Asked, Reader
+from medusa_heads.inference.endpoint.protocol import Asked
+from medusa_heads.inference.endpoint.reading import Reading
 from medusa_heads.inference.endpoint.scheduler import Closed, Overloaded, Scheduler
 from medusa_heads.inference.endpoint.text import Ending
 
@@ -32,8 +32,7 @@ _Event = tuple[str, Ending | None]
 
 def make_app(
     scheduler: Scheduler,
-    reader: Reader,
-    reading: Executor,
+    reading: Reading,
     name: str,
     *,
     api_key: str | None = None,
@@ -44,8 +43,7 @@ def make_app(
 
     Args:
         scheduler: writes the texts.
-        reader: reads the requests, in the one thread of `reading`: tokenizers are not made for
-            several.
+        reading: reads the requests.
         name: of the model, as clients call it.
         api_key: without which nothing but the health is told; None: everybody is told.
         hosts: names by which clients and the pages that they show call this machine; None: any.
@@ -83,8 +81,7 @@ def make_app(
         except HTTPException as error:
             return refuse(error.status_code, error.detail)
         try:
-            loop = asyncio.get_running_loop()
-            asked = await loop.run_in_executor(reading, partial(reader.read, body, chat=chat))
+            asked = await reading.read(body, chat=chat)
         except ValueError as error:
             return refuse(400, " ".join(str(error).split()))
         if asked.model not in (None, name):

@@ -8,7 +8,6 @@ import ipaddress
 import socket
 import threading
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ import uvicorn
 
 from medusa_heads.inference.endpoint.app import make_app
 from medusa_heads.inference.endpoint.origins import origins_of
-from medusa_heads.inference.endpoint.protocol import Reader
+from medusa_heads.inference.endpoint.reading import Reading
 from medusa_heads.inference.endpoint.scheduler import Scheduler
 from medusa_heads.target.loading import load_tokenizer
 
@@ -73,7 +72,7 @@ class Server:
         self.alone = batch.alone
         if tokenizer is None:
             tokenizer = load_tokenizer(target.name_or_path, revision=target.revision)
-        own = copy.deepcopy(tokenizer)  # one thread reads with it, another one writes
+        own = copy.deepcopy(tokenizer)  # threads read with it, another one writes
 
         def decode(ids: list[int]) -> str:
             text: str = own.decode(ids, skip_special_tokens=True)
@@ -82,7 +81,7 @@ class Server:
         self.scheduler = Scheduler(
             batch, target.model, decode, queue=queue, cache_bytes=cache_bytes
         )
-        self._reading = ThreadPoolExecutor(1, thread_name_prefix="medusa-heads requests")
+        self._reading = Reading(target, tokenizer)
         self._socket = _listening(host, port)
         address, bound = self._socket.getsockname()[:2]
         called = f"[{host}]" if ":" in host else host
@@ -91,7 +90,6 @@ class Server:
         local = api_key is None and ipaddress.ip_address(address).is_loopback
         app = make_app(
             self.scheduler,
-            Reader(target, tokenizer),
             self._reading,
             name or target.name_or_path or "model",
             api_key=api_key,
