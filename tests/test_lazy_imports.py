@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
@@ -52,12 +53,20 @@ print(sorted(set({WITH_A_MODEL}) & (set(sys.modules) - before)))
     assert fresh(program).split() == ["[]", "[]"]
 
 
-@pytest.mark.parametrize("module", ["verbs.calibrate", "main", "train_heads", "train_draft"])
-def test_help_loads_nothing_heavy(module: str) -> None:
+@pytest.mark.parametrize(
+    ("module", "flag", "said"),
+    [
+        *((module, "--help", "usage") for module in ("verbs.calibrate", "main")),
+        *((module, "--help", "usage") for module in ("train_heads", "train_draft")),
+        ("main", "--version", f"medusa-heads {metadata.version('medusa-heads')}"),
+        ("train_heads", "--version", f"medusa-heads {metadata.version('medusa-heads')}"),
+    ],
+)
+def test_help_and_version_load_nothing_heavy(module: str, flag: str, said: str) -> None:
     program = f"""
 import sys
 from medusa_heads.cli.{module} import main
-sys.argv = ["command", "--help"]
+sys.argv = ["command", "{flag}"]
 try:
     main()
 except SystemExit as stop:
@@ -67,9 +76,9 @@ print([m for m in {HEAVY} if m in sys.modules])
     before = os.times().children_user
     out = fresh(program)
     seconds = os.times().children_user - before  # its own, however busy the machine
-    assert "usage" in out.lower()
+    assert said in out.lower()
     assert out.splitlines()[-1] == "[]"
-    assert seconds < 1, f"--help took {seconds:.1f} s"
+    assert seconds < 1, f"{flag} took {seconds:.1f} s"
 
 
 def test_every_public_name_resolves() -> None:

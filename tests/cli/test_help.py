@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import Any
 
 import pytest
@@ -54,6 +54,14 @@ def test_the_help_shows_each_flag_once_and_no_empty_default(parser: Any) -> None
         both = [flag for flag in action.option_strings if flag in words]
         assert both[:1] == action.option_strings[:1]
         assert not any("-" in flag[2:] for flag in both)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_says_the_version(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        import_module(COMMANDS[command]).main(["--version"])
+    assert not end.value.code
+    assert capsys.readouterr().out == f"medusa-heads {metadata.version('medusa-heads')}\n"
 
 
 @pytest.mark.parametrize("parser", ["train-heads"], indirect=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter
+from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter, ArgumentParser
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import Field, field, fields, make_dataclass
 from functools import reduce
+from importlib import metadata
 from operator import or_
 from pathlib import Path
 from types import UnionType
@@ -74,7 +75,16 @@ def make_parser(
             usage.append(f"--{action.dest} {name}")
     parser.usage = " ".join([*usage, "[flags]"])
     parser.add_argument("--config", metavar="FILE.yaml", help="Values for any of these flags.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="Print the version and end.")
     return parser
+
+
+class _Version(Action):
+    """argparse's own wants to know the version before anybody asks."""
+
+    def __call__(self, parser: ArgumentParser, *_: object) -> NoReturn:
+        print(f"medusa-heads {metadata.version('medusa-heads')}")
+        parser.exit()
 
 
 def _switches_off(action: Action) -> bool:
