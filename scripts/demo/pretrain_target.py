@@ -24,7 +24,7 @@ import sysconfig
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from datasets import Dataset, DatasetDict
@@ -43,10 +43,12 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
+from medusa_heads.cli.flags.arguments import run_command
+from medusa_heads.contents import is_model
 from medusa_heads.data.corpus import standard_library
 from medusa_heads.files import move_in, staging
 from medusa_heads.machine import choose
-from medusa_heads.settings import flag
+from medusa_heads.settings import at_least, flag
 from scripts.demo.tokens import to_blocks, train_tokenizer
 
 SHORTEST, LONGEST = 200, 200_000  # characters: neither empty package markers nor generated tables
@@ -75,6 +77,8 @@ class TargetArguments:
     def __post_init__(self) -> None:
         if self.hidden_size < 128 or self.hidden_size % 128:
             raise ValueError(f"hidden_size must be a multiple of 128, got {self.hidden_size}.")
+        at_least(self, 1, "max_files", "num_layers", "sequence_length", "vocab_size")
+        at_least(self, 0, "eval_sequences")
 
 
 @dataclass
@@ -119,7 +123,8 @@ class PretrainArguments(TrainingArguments):
 
 def main(argv: list[str] | None = None) -> None:
     """Run the whole recipe; `argv` defaults to the command line."""
-    parser = HfArgumentParser((TargetArguments, PretrainArguments))  # type: ignore[arg-type]
+    parser: Any = HfArgumentParser((TargetArguments, PretrainArguments))  # type: ignore[arg-type]
+    parser.error = _refuse  # argparse would print the usage, several screens long
     arguments, training = parser.parse_args_into_dataclasses(args=argv)
     if arguments.evaluate is not None:
         evaluate(arguments.evaluate, arguments, training)
@@ -150,6 +155,10 @@ def main(argv: list[str] | None = None) -> None:
     print_held_out_loss(trainer)
     save_target(model, tokenizer, folder / "target")
     print(f"Wrote {folder / 'target'}")
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ValueError(f"{message} (see --help)")
 
 
 def prepare(
@@ -261,6 +270,10 @@ def steps_within(
 
 def evaluate(folder: str, arguments: TargetArguments, training: PretrainArguments) -> None:
     """Print the held-out loss of a finished model; nothing is written."""
+    if not is_model(folder):
+        raise ValueError(
+            f"--evaluate wants the folder of a model, such as OUT/target, got {folder}"
+        )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     blocks = held_out_blocks(arguments, tokenizer, training.seed)
@@ -282,8 +295,4 @@ def save_target(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, fold
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    raise SystemExit(run_command(main, prog="scripts.demo.pretrain_target"))

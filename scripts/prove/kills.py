@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from medusa_heads.cli.flags.arguments import parse_arguments
-from medusa_heads.settings import flag
+from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.settings import at_least, flag
 
 RECORD_FILE = "kills.jsonl"
 # Read when libraries are imported. Processes are forked: no pool of threads may stand before.
@@ -53,12 +53,18 @@ class KillsArguments:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prove as the flags say; returns the exit code."""
+    return run_command(lambda: work(argv), prog="scripts.prove.kills")
+
+
+def work(argv: Sequence[str] | None) -> int:
+    """Returns 1 where something was not as it should be; ValueError: a flag is none."""
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder).resolve()
         with mock.patch.dict(os.environ, ENVIRONMENT | {"HF_HOME": str(scratch / "hf")}):
             (arguments,) = parse_arguments(
-                (KillsArguments,), argv, prog="kills", description=__doc__ or ""
+                (KillsArguments,), argv, prog="scripts.prove.kills", description=__doc__ or ""
             )
+            at_least(arguments, 1, "kills")
             out = Path(arguments.out)
             out.mkdir(parents=True, exist_ok=True)
             record = Record(out / RECORD_FILE)
@@ -142,9 +148,10 @@ def prove(record: Record, scratch: Path, arguments: KillsArguments) -> None:
     from scripts.prove.killing.chains import Chains
     from scripts.prove.killing.commands import COMMANDS
 
+    known = [command.name for command in COMMANDS]
+    if unknown := [name for name in arguments.only if name not in known]:
+        raise ValueError(f"only takes names among {known}, got {unknown[0]!r}")
     commands = [c for c in COMMANDS if c.name in arguments.only or not arguments.only]
-    if not commands:
-        raise ValueError(f"only knows {[c.name for c in COMMANDS]}, got {arguments.only}")
     chains = Chains(scratch, commands)
     revision = provenance()["git_sha"]
     turns = [command for command in commands for _ in range(command.share)]

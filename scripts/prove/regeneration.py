@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from medusa_heads.cli.flags.arguments import parse_arguments
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.machine.memory import resident
-from medusa_heads.settings import flag
+from medusa_heads.settings import at_least, flag
 from scripts.prove.answering import TARGET, WORDS, Server, answering
 from scripts.prove.forks import make_forks_safe
 from scripts.prove.killing.chains import import_all
@@ -50,7 +50,9 @@ MODULES = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
 )
+FEWEST = 100  # prompts, for a tenth of them, some of them real, and kills among the others
 _AT_ONCE = 1000
+_CORPUS = "few.jsonl"
 _KIB = 1024
 
 
@@ -63,17 +65,20 @@ class RegenerationArguments:
     concurrency: int = flag(16, "Requests at the same time.")
     real_every: int = flag(1000, "Prompts for one of the target's.")
     seed: int = flag(0, "Of prompts and moments.")
-    out: str = flag("runs/regeneration", "An empty folder.")
+    out: str = flag("runs/regeneration", "An empty folder, or that of an earlier proof.")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prove as the flags say; returns the exit code."""
-    (arguments,) = parse_arguments(
-        (RegenerationArguments,), argv, prog="regeneration", description=__doc__ or ""
-    )
+def work(arguments: RegenerationArguments) -> int:
+    """Prove as the flags say; returns 1 where something is wrong, ValueError: a flag is none."""
+    at_least(arguments, FEWEST, "prompts")
+    at_least(arguments, 0, "kills")
+    at_least(arguments, 1, "concurrency", "real_every")
     out = Path(arguments.out).absolute()
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    if out.exists() and any(out.iterdir()):
+        if not (out / _CORPUS).exists():
+            raise ValueError(f"{out} holds other files: choose an empty folder for --out")
+        shutil.rmtree(out, ignore_errors=True)  # of an earlier proof
+    out.mkdir(parents=True, exist_ok=True)
     with mock.patch.dict(os.environ, ENVIRONMENT | {"HF_HOME": str(out / "hf")}):
         report = prove(arguments, out)
     text = json.dumps(report, indent=2)
@@ -248,6 +253,8 @@ def spoil(rows: Dataset) -> Iterator[tuple[str, Dataset]]:
     columns["input_ids"][middle][-1] ^= 1
     yield "another", Dataset.from_dict(columns)
 
+
+main = command("scripts.prove.regeneration", work, __doc__)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -17,14 +17,14 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import count
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import HfArgumentParser
-
-from medusa_heads.settings import flag
+from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.settings import at_least, flag
 from scripts.prove.architecture_check import one_line
 from scripts.prove.lossless.cases import Record, run
 from scripts.prove.lossless.page import TITLE, section, write_section
@@ -62,8 +62,20 @@ class Unit(NamedTuple):
 
 def main(argv: list[str] | None = None) -> int:
     """Prove as the flags say; returns the exit code."""
-    parser = HfArgumentParser(TokensArguments)  # type: ignore[arg-type]
-    (arguments,) = parser.parse_args_into_dataclasses(argv)
+    return run_command(lambda: work(argv), prog="scripts.prove.tokens")
+
+
+def work(argv: list[str] | None) -> int:
+    """Returns 1 where the proof fails; ValueError: a flag is none."""
+    (arguments,) = parse_arguments(
+        (TokensArguments,), argv, prog="scripts.prove.tokens", description=__doc__ or ""
+    )
+    at_least(arguments, 1, "tokens", "workers", "new_tokens")
+    known = all_targets()
+    if unknown := [name for name in arguments.targets if name not in known]:
+        near = get_close_matches(unknown[0], known)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known[:3])}, .."
+        raise ValueError(f"targets knows no {unknown[0]!r}: {hint}")
     records = Records(arguments.out, f"{arguments.new_tokens}")
     _work(arguments, records)
     summary = records.read()

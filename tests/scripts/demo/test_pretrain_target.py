@@ -83,6 +83,25 @@ def test_names_a_package_that_is_not_installed(recipe: ModuleType, tmp_path: Pat
         recipe.main(["--packages", "no_such_package", "--output_dir", str(tmp_path / "out")])
 
 
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--evaluate", "nowhere"], "--evaluate wants the folder of a model"),
+        (["--evaluate", str(SCRIPT.parent)], "--evaluate wants the folder of a model"),
+        (["--sequence_length", "0"], "sequence_length must be at least 1, got 0"),
+        (["--model_type", "gpt"], "invalid choice: 'gpt'"),
+        (["--no_such_flag", "3"], "--no_such_flag"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_one_sentence(
+    recipe: ModuleType, flags: list[str], sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError) as told:
+        recipe.main([*flags, "--output_dir", str(tmp_path / "out")])
+    assert sentence in str(told.value) and not (tmp_path / "out").exists()
+
+
 def test_a_hybrid_has_recurrent_layers_and_as_many_parameters(
     recipe: ModuleType, trained: Path, tmp_path: Path
 ) -> None:

@@ -18,7 +18,8 @@ from medusa_heads.cli.flags.arguments import run_command
 from medusa_heads.files import replace_file
 from scripts.prove.killing.folder_state import changed, digest, leftovers, read_folder
 from scripts.prove.killing.process import Ending, Gate, Moment, run
-from scripts.prove.kills import RECORD_FILE, Record
+from scripts.prove.kills import RECORD_FILE, Record, main
+from tests.conftest import Refused
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -41,6 +42,22 @@ def test_a_few_kills(tmp_path: Path) -> None:
 def test_kills_of_every_command_and_the_negative_control(tmp_path: Path) -> None:
     record = prove(tmp_path, "--kills", "40")
     assert record.holds() and len({chain["command"] for chain in record.chains}) > 10
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--only", "export", "exprot"], "only takes names among ['train-heads', "),
+        (["--kills", "0"], "kills must be at least 1, got 0"),
+        (["--kills", "few"], "invalid int value: 'few'"),
+        (["--killls", "3"], "did you mean '--kills'?"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_one_sentence(
+    flags: list[str], sentence: str, tmp_path: Path, refused: Refused
+) -> None:
+    assert sentence in refused(main, ["--out", str(tmp_path), *flags])
 
 
 def test_a_proof_goes_on_after_the_last_whole_line(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from scripts.prove.answering import TARGET
 from scripts.prove.regeneration import compare, main, spoil
+from tests.conftest import Refused
 
 
 def test_rows_that_are_spoilt_are_found(tmp_path: Path) -> None:
@@ -30,6 +31,30 @@ def test_rows_that_are_spoilt_are_found(tmp_path: Path) -> None:
     assert len(spoilt) > 2
     for name, other in spoilt:
         assert compare(corpus, rows, other), name
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--prompts", "0"], "prompts must be at least 100, got 0"),
+        (["--kills", "-1"], "kills must be at least 0, got -1"),
+        (["--real_every", "0"], "real_every must be at least 1, got 0"),
+        (["--prompt", "300"], "did you mean '--prompts'?"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_one_sentence(
+    flags: list[str], sentence: str, tmp_path: Path, refused: Refused
+) -> None:
+    assert sentence in refused(main, ["--out", str(tmp_path), *flags])
+
+
+def test_what_lies_in_the_folder_of_the_proof_is_not_removed(
+    tmp_path: Path, refused: Refused
+) -> None:
+    (tmp_path / "thesis.txt").write_text("a")
+    assert "holds other files" in refused(main, ["--out", str(tmp_path)])
+    assert (tmp_path / "thesis.txt").read_text() == "a"
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from scripts.prove.lossless.targets import ProofTarget, processors_target, rando
 from scripts.prove.lossless.texts import Reference, Text
 from scripts.prove.lossless.ways import HEADS, every_way, planted
 from scripts.prove.tokens import main
+from tests.conftest import Refused
 
 NEW = 24
 
@@ -30,6 +31,14 @@ NEW = 24
 def prove(folder: Path, *flags: str) -> int:
     out = ["--out", str(folder), "--report", str(folder / "page.md")]
     return main([*out, "--new_tokens", str(NEW), *flags])
+
+
+def test_mistakes_are_one_sentence(tmp_path: Path, refused: Refused) -> None:
+    for flags, sentence in (
+        (["--targets", "lama"], "targets knows no 'lama': did you mean 'llama'?"),
+        (["--workers", "0"], "workers must be at least 1, got 0"),
+    ):
+        assert sentence in refused(main, ["--out", str(tmp_path), *flags])
 
 
 @pytest.mark.slow
