@@ -27,6 +27,7 @@ from medusa_heads.inference.models.compiling import (
     compiled_target,
     usual_target,
 )
+from medusa_heads.inference.models.copying import Copied
 from medusa_heads.inference.models.late_compiling import LateCompiling
 from medusa_heads.inference.models.stop_strings import with_stop_strings
 from medusa_heads.target.graphs.captured import CapturedTarget, as_it_is
@@ -53,7 +54,7 @@ class EngineOptions(TypedDict, total=False):
     compile_backend: str | Callable[..., Any]
 
 
-class AssistedModel(ABC):
+class AssistedModel(Copied, ABC):
     """What every target with a drafter can do; which drafter, the classes below it say.
 
     Args:

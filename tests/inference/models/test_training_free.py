@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.drafters.extra.early_exit import ExitClock
 from medusa_heads.inference.drafters.recycling import RecyclingSource
 from medusa_heads.inference.models import training_free
+from medusa_heads.inference.models.drafted import DraftedModel
 from medusa_heads.inference.models.training_free import DRAFTERS, TrainingFreeModel
 from medusa_heads.inference.plan import adaptive as adaptive_plan
 from medusa_heads.trees.tree import TreeShape
@@ -166,6 +168,22 @@ def test_a_copy_is_a_decoder_of_its_own(model: Any, drafter: str) -> None:
     assert torch.equal(got_BT, expected_BT)
     assert copied.target.model is not model
     assert torch.equal(torch.as_tensor(decoder.generate(**given)), expected_BT)
+
+
+@pytest.mark.parametrize("word", [True, "steps"])
+def test_what_is_compiled_is_not_copied(model: Any, word: Any) -> None:
+    decoder = TrainingFreeModel(model, "recycling:4", compile=word, compile_backend="eager")
+    with pytest.raises(ValueError, match="cannot be copied: make another one of a copy of target"):
+        copy.deepcopy(decoder)
+
+
+def test_no_decoder_is_pickled(model: Any) -> None:
+    drafted = DraftedModel(model, copy.deepcopy(model), tree="chain:3", compile=False)
+    for decoder in (drafted, TrainingFreeModel(model, compile=False)):
+        name = type(decoder).__name__
+        with pytest.raises(ValueError, match=f"a {name} cannot be pickled: make it with {name}"):
+            pickle.dumps(decoder)
+        assert copy.copy(decoder).target is decoder.target
 
 
 @pytest.fixture(scope="module", params=["gemma3", "qwen3_vl"])
