@@ -41,15 +41,25 @@ def show(arguments: EnvArguments) -> None:
     measurement fail.
     """
     from medusa_heads import machine
+    from medusa_heads.contents import refuse_heads
     from medusa_heads.target.loading import stored_form
 
     say = partial(print, flush=True)
     where = str(machine.find_device(arguments.device))
-    form = None if arguments.target is None else stored_form(arguments.target)
-    if arguments.target is not None and (form is None or form.dtype is None):
-        raise ValueError(
-            f"expected a causal language model, not quantised, at {arguments.target!r}"
-        )
+    form = None
+    if arguments.target is not None:
+        refuse_heads(arguments.target)
+        form = stored_form(arguments.target)
+        if form is None:
+            raise ValueError(
+                f"expected a causal language model (a hub id or a local folder) at "
+                f"{arguments.target!r}, found none"
+            )
+        if form.dtype is None:
+            raise ValueError(
+                f"the model at {arguments.target!r} is quantised, of which nothing is measured: "
+                "name one that is not, or none"
+            )
     versions = [f"{name} {metadata.version(name)}" for name in VERSIONS]
     package = f"medusa-heads {metadata.version('medusa-heads')}"
     say(", ".join([package, f"Python {platform.python_version()}", *versions]))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from medusa_heads import HeadsConfig, MedusaHeads, TargetModel
+from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.cli.main import main
 from medusa_heads.cli.verbs.env import USES
-from tests.conftest import Refused
+from tests.conftest import Refused, TinyLlama
 
 
 def test_it_prints_what_a_report_needs(
@@ -49,3 +52,21 @@ def test_mistakes_are_one_sentence(tmp_path: Path, refused: Refused) -> None:
         env, ["--device", "abacus"]
     )
     assert "expected a causal language model" in refused(env, [str(tmp_path)])
+
+
+def test_what_is_no_target_to_measure_by_is_named(
+    tiny_llama: TinyLlama, tmp_path: Path, refused: Refused
+) -> None:
+    folder = tmp_path / "target"
+    tiny_llama().save_pretrained(folder)
+    target = TargetModel.from_pretrained(str(folder))
+    save_heads(tmp_path / "heads", MedusaHeads.from_target(target, HeadsConfig()), target)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    for place, said in (
+        ("heads", "found heads, which only draft on their target"),
+        ("target", "is quantised, of which nothing is measured"),
+        ("nowhere", "nowhere', found none"),
+    ):
+        assert said in refused(main, ["env", str(tmp_path / place)])
