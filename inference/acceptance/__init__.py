@@ -41,8 +41,9 @@ def make_rule(
     """
     if name not in RULES:
         raise ValueError(f"acceptance must be one of {sorted(RULES)}, got {name!r}")
-    known = sorted(RULES[name].settings)
-    if unknown := sorted(set(settings) - set(known)):
-        raise ValueError(f"{name} acceptance has no setting {unknown}; it has {known}")
+    if unknown := sorted(set(settings) - set(RULES[name].settings)):
+        having = [each for each, rule in sorted(RULES.items()) if unknown[0] in rule.settings]
+        hint = f"{' and '.join(having)} acceptance has it" if having else "leave it out"
+        raise ValueError(f"{name} acceptance has no setting {unknown[0]!r}: {hint}")
     rule: AcceptanceRule = RULES[name](processors, do_sample, **settings)
     return rule

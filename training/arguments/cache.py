@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from medusa_heads.files import expanded
 from medusa_heads.settings import flag, one_of
 
 CachedDtype = Literal["auto", "bfloat16", "float8_e4m3fn"]
@@ -48,6 +49,11 @@ class CacheArguments:
                         f"{name} is given but hidden_cache is off: set it to read or auto, or "
                         f"leave {name} out"
                     )
+        elif self.hidden_cache_dir is not None and expanded(self.hidden_cache_dir).is_file():
+            raise ValueError(
+                f"hidden_cache_dir must be a folder, and {self.hidden_cache_dir!r} is a file: "
+                "choose another"
+            )
         elif joint:
             raise ValueError(
                 "joint training changes the target's hidden states, so none can be kept: leave "

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from medusa_heads.cli import train_heads
 from medusa_heads.cli.verbs import prepare_hidden
 from medusa_heads.training.hidden import prepare
+from tests.conftest import Refused
 from tests.killed import dies
 from tests.training.cache_runs import same
 
@@ -30,6 +31,19 @@ def flags(checkpoint: Path, tmp_path: Path) -> list[str]:
         *("--num_train_epochs", "1", "--per_device_train_batch_size", "4"),
         *("--prepared_dir", str(tmp_path / "prepared"), "--training_args", json.dumps(settings)),
     ]
+
+
+def test_a_file_in_place_of_the_folder_is_seen_before_the_target_is_loaded(
+    flags: list[str], tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("!"))
+    states = ["--hidden_cache_dir", str(tmp_path / "corpus.jsonl")]
+    sentence = "hidden_cache_dir must be a folder, and "
+    assert sentence in refused(prepare_hidden.main, [*flags, *states])
+    trained = [*states, "--hidden_cache", "read", "--output_dir", str(tmp_path / "out")]
+    assert sentence in refused(train_heads.main, [*flags, *trained])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

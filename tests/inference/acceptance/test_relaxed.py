@@ -98,7 +98,9 @@ def test_only_lossless_says_lossless() -> None:
     ("name", "settings", "message"),
     [
         ("greedy", {}, "acceptance must be one of"),
-        ("typical", {"tau": 1.0}, "typical acceptance has no setting"),
+        ("typical", {"tau": 1.0}, "typical acceptance has no setting 'tau': log_ratio acceptance"),
+        ("lossless", {"epsilon": 0.1}, "no setting 'epsilon': typical acceptance has it"),
+        ("typical", {"nonsense": 1.0}, "no setting 'nonsense': leave it out"),
         ("typical", {"epsilon": 2.0}, "epsilon must be above 0"),
         ("threshold", {"threshold": 0.0}, "threshold must be above 0"),
     ],
