@@ -105,17 +105,14 @@ class SampleThenMatch:
         if self._is_plain(walked):
             greedy: list[int] = greediest(_of_nodes(logits_BNV, walking, nodes)).tolist()
             return greedy
+        drawn: list[int | None] = [None] * len(walked)
+        among, noise = self._likeliest, self.noise
         on_host = not _runs_ahead(logits_BNV.device)  # elsewhere a look at scores is a wait
-        likeliest = self._likeliest if on_host and self.noise is not None else None
-        if likeliest is None or not likeliest.pays(len(walked), logits_BNV.shape[2]):
-            return self._draw_among_all(logits_BNV, rows, walking, nodes)
-        assert self.noise is not None
-        drawn = likeliest.draw(self.noise, walked, _of_nodes(logits_BNV, walking, nodes))
-        if None not in drawn:
-            return [token for token in drawn if token is not None]
+        if among and noise and on_host and among.pays(len(walked), logits_BNV.shape[2]):
+            drawn = among.draw(noise, walked, _of_nodes(logits_BNV, walking, nodes))
         unsure = [i for i, token in enumerate(drawn) if token is None]
         left = [walking[i] for i in unsure], [nodes[i] for i in unsure]
-        among_all = iter(self._draw_among_all(logits_BNV, rows, *left))
+        among_all = iter(self._draw_among_all(logits_BNV, rows, *left) if unsure else ())
         return [next(among_all) if token is None else token for token in drawn]
 
     def _draw_among_all(

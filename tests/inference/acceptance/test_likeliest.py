@@ -160,6 +160,32 @@ def test_rows_that_are_left_to_all_tokens_take_their_places_again() -> None:
         assert written[0] == written[1]
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_walk_looks_at_all_tokens_only_where_that_is_less_work(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, rule = rows_of(count), SampleThenMatch(LogitsProcessorList([T, K]), do_sample=True)
+    rule.noise = Noise(0, rows, [0] * count)
+    other = "draw" if count > 1 else "_draw_among_all"
+    monkeypatch.setattr(Likeliest if count > 1 else rule, other, None)  # nobody calls it
+    trees = TokenTree.root_only(torch.ones(count, dtype=torch.long))
+    logits_BNV = torch.randn(count, 1, VOCAB, generator=torch.Generator().manual_seed(1)) * 9
+    assert rule(trees, logits_BNV, rows) == [[0]] * count
+    scores_BV = warp(rule.processors, None, logits_BNV[:, 0])
+    written = [row.tokens for row in rows]
+    assert written == rule.noise.draw(rows_of(count), scores_BV)[:, None].tolist()
+
+
+def test_transformers_own_stream_is_drawn_from_all_tokens() -> None:
+    (row,), rule = rows_of(1), SampleThenMatch(LogitsProcessorList([T, K]), do_sample=True)
+    logits_1NV = torch.randn(1, 1, VOCAB)
+    probs_1V = warp(rule.processors, None, logits_1NV[:, 0]).softmax(dim=-1)
+    torch.manual_seed(4)
+    rule(TokenTree.root_only(torch.tensor([1])), logits_1NV, [row])
+    torch.manual_seed(4)
+    assert row.tokens == torch.multinomial(probs_1V, 1)[0].tolist()
+
+
 @pytest.mark.parametrize(
     ("processors", "rows", "least"),
     [
