@@ -45,7 +45,7 @@ class Correction(nn.Module):
     def factors(self, before_R: Tensor) -> tuple[Tensor, Tensor]:
         """The product's two sides: what the tokens bring [..., W], and what comes of it [C, W]."""
         # A prompt may have ids that are never written, with which drafts may continue it.
-        known_R = before_R.clamp_max(self.before.num_embeddings - 1)
+        known_R = before_R.clamp_max(self.before.weight.shape[0] - 1)
         return F.embedding(known_R, self.before.weight), self.after.weight
 
 

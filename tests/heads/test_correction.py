@@ -90,6 +90,16 @@ def test_after_a_path_heads_say_what_they_learnt_to_say_of_it(
             assert torch.equal(tokens_BFR, rest_BFV.topk(2).indices)
 
 
+def test_a_table_that_is_put_in_its_place_has_rows_of_its_own() -> None:
+    """As a serving engine's process puts its part of a checkpoint."""
+    whole = Correction(9, 5, 2)
+    torch.nn.init.normal_(whole.after.weight)
+    made = Correction(1, 1, 2)
+    made.before.weight, made.after.weight = whole.before.weight, whole.after.weight
+    logits_RC, before_R = torch.zeros(3, 5), torch.tensor([0, 4, 8])
+    assert torch.equal(made.add_to(logits_RC, before_R), whole.add_to(logits_RC, before_R))
+
+
 def test_tokens_are_asked_for() -> None:
     with pytest.raises(ValueError, match="medusa heads see the tokens between: pass tokens_RK"):
         random_heads(2, correction_rank=2)(inputs(1, 2)[0])
