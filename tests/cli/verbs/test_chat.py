@@ -175,7 +175,10 @@ def test_a_system_message_that_is_no_text(speaker: Path, refused: Refused) -> No
         (["{}/heads", "--temprature", "1"], "did you mean '--temperature'"),
         (["{}/heads", "--prompt", "x"], "unknown argument '--prompt'"),
         (["{}/heads", "--typical-p", "0"], "typical_p must be above 0"),
-        (["{}/heads", "--acceptance", "typical", "--tau", "1"], "has no setting ['tau']"),
+        (
+            ["{}/heads", "--acceptance", "typical", "--tau", "1"],
+            "has no setting 'tau': log_ratio acceptance has it",
+        ),
         ([], "--checkpoint is missing"),
         (["{}/heads", "--drafter", "auto"], "holds heads, and --drafter drafts without any"),
         (["{}/target", "--drafter", "auto", "--tree", "chain"], "with --drafter there is neither"),
