@@ -17,6 +17,7 @@ from medusa_heads.inference.acceptance.base import look_at_scores_alone, warp
 from medusa_heads.inference.engine.noise import Noise
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.trees.dynamic_tree import Ranking
+from medusa_heads.trees.kernels import best
 
 LOOKED_AT = 64  # tokens whose noise is made, of a head or behind a node
 # What a draft says of a token differs from what the target says, so the largest sum of score and
@@ -70,7 +71,7 @@ class Coupling:
         """Token ids and log-probabilities [B, F, R], best first. `ahead` is as for Noise, and
         `tokens_of` gives the tokens that places among the C stand for."""
         most = max(num_ranks, min(LOOKED_AT, logits_BFC.shape[2]))
-        logits_BFL, ids_BFL = logits_BFC.float().topk(most, dim=-1)
+        logits_BFL, ids_BFL = best(logits_BFC.float(), most)
         tokens_BFL = tokens_of(ids_BFL)
         flat = logits_BFL.flatten(0, 1)
         scores_BFL = warp(self._warpers, None, flat).view_as(logits_BFL)

@@ -32,6 +32,7 @@ from medusa_heads.trees.dynamic_tree import (
     guesses,
     same_guesses,
 )
+from medusa_heads.trees.kernels import best
 from medusa_heads.trees.tree import TokenTree, TreeShape
 
 
@@ -161,7 +162,7 @@ class MedusaDrafter(StaticDrafter):
             log_probs_BN = log_probs_BKR.flatten(1).index_select(1, places)
             log_probs_BN = torch.cat([log_probs_BN.new_zeros(len(roots_B), 1), log_probs_BN], dim=1)
         else:
-            tokens_BKR = self._heads.token_ids(self._heads(hidden_BD).topk(ranks, dim=-1).indices)
+            tokens_BKR = self._heads.token_ids(best(self._heads(hidden_BD), ranks)[1])
         drafted_BN = tokens_BKR.flatten(1).index_select(1, places)
         return self.shape.tree(torch.cat([roots_B[:, None], drafted_BN], dim=1), log_probs_BN)
 
@@ -221,7 +222,7 @@ class SequentialDrafter(StaticDrafter):
                 picked_BN = log_probs_BFR.flatten(1).index_select(1, level.picks_N)
                 log_probs_BN[:, level.places_N] = picked_BN
             else:
-                ids_BFR = logits_BFC.topk(level.num_ranks).indices
+                _, ids_BFR = best(logits_BFC, level.num_ranks)
                 tokens_BFR = ranking.tokens(ids_BFR, places_BC)
             drafted_BN = tokens_BFR.flatten(1).index_select(1, level.picks_N)
             tokens_BN[:, level.places_N] = drafted_BN

@@ -21,18 +21,17 @@ from medusa_heads.inference.drafters.text import PRIOR, chance_copied
 from medusa_heads.inference.engine.state import DecodingState, Drawing
 from medusa_heads.trees.dynamic_tree import (
     DYNAMIC_WIDTH,
-    NEVER,
     Guess,
     Tail,
     best_chain,
     best_first_tree,
     likeliest,
 )
+from medusa_heads.trees.levels import NEVER, SUREST
 from medusa_heads.trees.tree import TokenTree, chain_shape
 
 _BUSHY = 6  # levels on which the tree branches off the text's own continuation
 _WEIGHT = 4.0  # of a prior, in drafts
-_SUREST = 0.999  # no draft is certain
 
 
 class Part(Protocol):
@@ -120,7 +119,7 @@ class MergedTrees(Drafter):
         chances_BL = (counts_2G[0] / counts_2G[1])[found.groups_BL.clamp_min(0)]
         if state.noise is not None:
             chances_BL = self._drawn(state, found.tokens_BL, chances_BL)
-        log_chances_BL = chances_BL.clamp(1e-9, _SUREST).log()
+        log_chances_BL = chances_BL.clamp(1e-9, SUREST).log()
         log_chances_BL = log_chances_BL.where(found.groups_BL >= 0, NEVER)
         guesses = [(part.depth, part.guess(state)) for part in self._parts]
 
@@ -131,13 +130,15 @@ class MergedTrees(Drafter):
             chance_BF = log_chances_BL[:, level, None].where(along_BF, NEVER)
             offers = [(token_BF[..., None], chance_BF[..., None])]
             offers += [of(level, paths_BFJ, above_BF) for depth, of in guesses if level < depth]
-            return merged(*(torch.cat(each, dim=-1) for each in zip(*offers, strict=True)))
+            tokens, log_chances = zip(*offers, strict=True)
+            return torch.cat(tokens, dim=-1), torch.cat(log_chances, dim=-1)
 
         if self._chain is not None:
-            return best_chain(state.roots_B, guess, self._chain)
+            return best_chain(state.roots_B, guess, self._chain, merges=True)
         most = self.num_nodes - 1
         tail = Tail(found.tokens_BL, log_chances_BL)
-        return best_first_tree(state.roots_B, guess, most, self._bushy, DYNAMIC_WIDTH, tail)
+        limits = most, self._bushy, DYNAMIC_WIDTH
+        return best_first_tree(state.roots_B, guess, *limits, tail, merges=True)
 
     def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:
         for part in self._parts:
@@ -163,18 +164,3 @@ class MergedTrees(Drafter):
         luck_BL = (-state.noise.of(state.rows, ahead, tokens_BL[..., None])[..., 0]).exp()
         drawn_BL = (-luck_BL * (1.0 - chances_BL) / chances_BL.clamp_min(1e-9)).exp()
         return chance_copied(chances_BL, drawn_BL)
-
-
-def merged(tokens_BFR: Tensor, log_chances_BFR: Tensor) -> tuple[Tensor, Tensor]:
-    """The same offers with each token once: sources that agree are right more often."""
-    # What is no number would leave none of what others offer.
-    log_chances_BFR = log_chances_BFR.nan_to_num(nan=NEVER)
-    same_BFRR = tokens_BFR[..., :, None] == tokens_BFR[..., None, :]
-    first_BFR = ~same_BFRR.tril(-1).any(dim=-1)  # none of the earlier ones is this token
-    missed_BFR = torch.log1p(-log_chances_BFR.exp().clamp_max(_SUREST))
-    both_BFR = -torch.expm1((missed_BFR[..., None, :] * same_BFRR).sum(dim=-1))
-    total_BF1 = both_BFR.where(first_BFR, 0.0).sum(dim=-1, keepdim=True)
-    logs_BFR = (both_BFR / total_BF1.clamp_min(1.0)).clamp_min(1e-30).log()
-    # What nobody offers stays so, and still comes before what is there already.
-    logs_BFR = logs_BFR.where(both_BFR > 0, log_chances_BFR)
-    return tokens_BFR, logs_BFR.where(first_BFR, 2 * NEVER)

@@ -22,6 +22,7 @@ from medusa_heads.inference.drafters.growing import Offer, Proposal, Source, by_
 from medusa_heads.inference.engine.noise import Luck
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.trees.dynamic_tree import DYNAMIC_SIZES, DYNAMIC_WIDTH, Guess, best_first_tree
+from medusa_heads.trees.kernels import best
 from medusa_heads.trees.tree import TokenTree
 
 RANKS = 8  # successors kept of each token, as in the paper
@@ -149,10 +150,10 @@ class RecycledTrees(Drafter):
         # can tell of a device, nor of threads.
         sorted_M, nodes_M = tokens_M.sort(stable=True)
         last_M = nodes_M[torch.searchsorted(sorted_M, tokens_M, right=True) - 1]
-        best = logits_MV.float().topk(self._shape[1], dim=-1)
-        log_chances_MR = _numbers(best.values).log_softmax(dim=-1)[last_M]
+        best_MR, ids_MR = best(logits_MV, self._shape[1])
+        log_chances_MR = _numbers(best_MR).log_softmax(dim=-1)[last_M]
         told_M1 = ~log_chances_MR[:, :1].isnan()
-        successors_VR[tokens_M] = best.indices[last_M].where(told_M1, successors_VR[tokens_M])
+        successors_VR[tokens_M] = ids_MR[last_M].where(told_M1, successors_VR[tokens_M])
         log_chances_MR = log_chances_MR.clamp_min(LEAST)
         log_chances_VR[tokens_M] = log_chances_MR.where(told_M1, log_chances_VR[tokens_M])
 

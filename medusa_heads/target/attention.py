@@ -31,6 +31,7 @@ from medusa_heads.machine.attention import (
     seen_words,
     split_pays,
 )
+from medusa_heads.trees import kernels
 
 SUPPORTED_ATTENTION = ("sdpa", "eager")
 _ACTIVE: ContextVar[TreeMask | None] = ContextVar("tree_mask", default=None)
@@ -242,7 +243,8 @@ def _once(mask: Tensor, kind: object, make: Callable[[Tensor], Tensor]) -> Tenso
 @contextmanager
 def compiled_tree_attention() -> Iterator[None]:
     """Within the block, what is compiled verifies trees, whose masks it is given."""
-    torch.compiler.assume_constant_result(split_pays)  # asked for a graph, and no part of it
+    for ask in (split_pays, kernels.serve):  # asked for a graph, and no part of it
+        torch.compiler.assume_constant_result(ask)
     _count_compiled(1)
     try:
         yield

@@ -15,17 +15,17 @@ from torch import Tensor
 
 from medusa_heads.heads import DraftHeads
 from medusa_heads.heads.base import After
+from medusa_heads.trees.kernels import best, choose, chooses, grow
+from medusa_heads.trees.levels import DEEPER, NEVER, Chosen, longer, merged
 from medusa_heads.trees.tree import Ranked, TokenTree, TreeShape
 
 DYNAMIC_RANKS = 16  # candidates of each head that a dynamic tree chooses from
 DYNAMIC_SIZES = (3, 7, 11, 15, 23, 31, 47, 63)  # drafted nodes measured when heads are trained
 DYNAMIC_WIDTH = 10  # paths that sequential heads are asked to continue at each level
-NEVER = -1e30  # the score of a path that has none
-_DEEPER = 1e-6  # of a score, for each level: more than rounding, less than any probability matters
 
 # The candidates for the token at depth `level` + 1, after every path [B, F, J = level + 1], each of
 # which stands behind a path of the level above [B, F]: token ids and log-probabilities, each
-# [B, F, R], best first.
+# [B, F, R]; best first, unless several offer them.
 Guess = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -64,7 +64,7 @@ class Ranking:
             self._inverse_K = logits_BFC.new_tensor(every, dtype=torch.float32)
         inverse = self._inverse_K if level is None else self._inverse_K[level : level + 1]
         log_probs_BFC = (logits_BFC.float() * inverse[:, None]).log_softmax(dim=-1)
-        best_BFR, ids_BFR = log_probs_BFC.topk(num_ranks, dim=-1)
+        best_BFR, ids_BFR = best(log_probs_BFC, num_ranks)
         return self.tokens(ids_BFR, places_BC), best_BFR
 
     def tokens(self, ids_BFR: Tensor, places_BC: Tensor | None = None) -> Tensor:
@@ -104,6 +104,7 @@ def best_first_tree(
     width: int | None = None,
     tail: Tail | None = None,
     narrows: bool = False,
+    merges: bool = False,
 ) -> TokenTree:
     """The tree of `num_drafted` nodes with the largest expected number of accepted tokens.
 
@@ -124,29 +125,22 @@ def best_first_tree(
     first = 0  # of the paths that are asked, among all candidates: the likeliest of their level
     for level in range(num_levels):
         tokens_BFR, log_probs_BFR = guess(level, paths_BFJ, asked_BF)
-        # What is no number would come before all that are, its own parent among them.
-        log_probs_BFR = log_probs_BFR.nan_to_num(nan=NEVER, neginf=NEVER)
-        expanded_BC = (scores_BF[:, :, None] + log_probs_BFR).flatten(1)
-        kept = min(num_drafted, expanded_BC.shape[1])
-        scores_BF, flat_BF = expanded_BC.topk(kept, dim=1)
-        above_BF = flat_BF // tokens_BFR.shape[2]
-        tokens_BF = tokens_BFR.flatten(1).gather(1, flat_BF)
+        kept = min(num_drafted, tokens_BFR.shape[1] * tokens_BFR.shape[2])
+        most = 0 if level + 1 == num_levels else min(kept, width or kept)
+        given = scores_BF, tokens_BFR, log_probs_BFR, paths_BFJ, kept, 0 if narrows else most
+        scores_BF, above_BF, tokens_BF, longer_BFJ = grow(*given, merges)
         parents.append(above_BF + first)
         tokens.append(tokens_BF)
         scores.append(scores_BF)
         first, count = count, count + kept
         depths.append(torch.full_like(above_BF[0], level + 1))
-        if level + 1 < num_levels:
-            most = width
+        if most:
             if narrows:
-                most = min(_hopeful(scores, num_drafted), width or num_drafted)
+                most = min(_hopeful(scores, num_drafted), most)
                 if not most:
                     break
-            scores_BF, asked_BF, tokens_BF = (
-                of[:, :most] for of in (scores_BF, above_BF, tokens_BF)
-            )
-            above_BFJ = asked_BF[:, :, None].expand(-1, -1, level + 1)
-            paths_BFJ = torch.cat([paths_BFJ.gather(1, above_BFJ), tokens_BF[:, :, None]], dim=2)
+                longer_BFJ = longer(paths_BFJ, above_BF[:, :most], tokens_BF[:, :most])
+            scores_BF, asked_BF, paths_BFJ = scores_BF[:, :most], above_BF[:, :most], longer_BFJ
     further = 0 if tail is None else tail.tokens_BL.shape[1] - num_levels
     if tail is not None and further > 0:
         *_, last_B1 = tail.tokens_BL[:, :num_levels].split(1, dim=1)
@@ -160,31 +154,28 @@ def best_first_tree(
         behind_L = torch.arange(count, count + further - 1, device=roots_B.device)
         parents += [first + place_B1, behind_L.expand(len(roots_B), -1)]
         depths.append(num_levels + 1 + torch.arange(further, device=roots_B.device))
-    depth_C = torch.cat(depths)
-    scores_BC = torch.cat(scores, dim=1)
-    # Where a child is as likely as its parent (probability 1), the parent must come first: it does
-    # in a stable order, also where scores are too large for the difference.
-    ranked_BC = scores_BC - _DEEPER * depth_C
-    order_BC = ranked_BC.argsort(dim=1, descending=True, stable=True)
-    chosen_BN, places_BN = order_BC[:, : num_drafted + 1].sort(dim=1)
-    # All parents are among the chosen, which are in order; the root stands above itself.
-    above_BN = torch.searchsorted(chosen_BN, torch.cat(parents, dim=1).gather(1, chosen_BN))
-    path_scores_BN = scores_BC.gather(1, chosen_BN)
-    depth_BN = depth_C[chosen_BN]
+    scores_BC, depth_BC = torch.cat(scores, dim=1), torch.cat(depths).expand(len(roots_B), -1)
+    parents_BC, tokens_BC = torch.cat(parents, dim=1), torch.cat(tokens, dim=1)
+    most_deep = num_levels + max(further, 0)
+    candidates = scores_BC, tokens_BC, parents_BC, depth_BC
+    return _tree(choose(*candidates, num_drafted + 1, most_deep))
+
+
+def _tree(chosen: Chosen) -> TokenTree:
     return TokenTree(
-        tokens_BN=torch.cat(tokens, dim=1).gather(1, chosen_BN),
-        parents_BN=above_BN.where(depth_BN > 0, -1),
-        depth_BN=depth_BN,
-        ancestors_BNN=_ancestors(above_BN, num_levels + max(further, 0)),
-        log_probs_BN=path_scores_BN - path_scores_BN.gather(1, above_BN),
-        ranked=Ranked(path_scores_BN, places_BN),
+        chosen.tokens_BN,
+        chosen.parents_BN,
+        chosen.depth_BN,
+        chosen.ancestors_BNN,
+        chosen.log_probs_BN,
+        ranked=Ranked(chosen.path_scores_BN, chosen.ranks_BN),
     )
 
 
 def _hopeful(scores: Sequence[Tensor], num_drafted: int) -> int:
     """How many paths of the last level are among the likeliest of all as yet, in the row that has
     the most; of the others none will be, nor what comes behind them."""
-    ranked = [each_BF - _DEEPER * (1 + depth) for depth, each_BF in enumerate(scores[1:])]
+    ranked = [each_BF - DEEPER * (1 + depth) for depth, each_BF in enumerate(scores[1:])]
     ranked_BC, last_BF = torch.cat(ranked, dim=1), ranked[-1]
     if ranked_BC.shape[1] <= num_drafted:
         return last_BF.shape[1]
@@ -192,31 +183,18 @@ def _hopeful(scores: Sequence[Tensor], num_drafted: int) -> int:
     return int((last_BF >= least_B1).sum(dim=1).max())
 
 
-def best_chain(roots_B: Tensor, guess: Guess, shape: TreeShape) -> TokenTree:
+def best_chain(roots_B: Tensor, guess: Guess, shape: TreeShape, merges: bool = False) -> TokenTree:
     """A chain of this shape, each node the likeliest behind those before it."""
     path_B1J, above_B1 = roots_B[:, None, None], torch.zeros_like(roots_B[:, None])
     log_probs = [torch.zeros_like(above_B1, dtype=torch.float)]
     for level in range(shape.max_depth):
         tokens_B1R, log_probs_B1R = guess(level, path_B1J, above_B1)
+        if merges:
+            log_probs_B1R = merged(tokens_B1R, log_probs_B1R)
         best_B11, place_B11 = log_probs_B1R.nan_to_num(nan=NEVER).max(dim=2, keepdim=True)
         path_B1J = torch.cat([path_B1J, tokens_B1R.gather(2, place_B11)], dim=2)
         log_probs.append(best_B11[:, 0])
     return shape.tree(path_B1J[:, 0], torch.cat(log_probs, dim=1))
-
-
-def _ancestors(above_BN: Tensor, max_depth: int) -> Tensor:
-    """The ancestor mask, by doubling the distance looked back."""
-    batch, nodes = above_BN.shape
-    ancestors_BNN = torch.eye(nodes, dtype=torch.bool, device=above_BN.device).repeat(batch, 1, 1)
-    jump_BN, reach = above_BN, 1
-    while reach <= max_depth:
-        ancestors_BNN = ancestors_BNN | ancestors_BNN.gather(
-            1, jump_BN[:, :, None].expand(-1, -1, nodes)
-        )
-        reach *= 2
-        if reach <= max_depth:
-            jump_BN = jump_BN.gather(1, jump_BN)
-    return ancestors_BNN
 
 
 def likeliest(tree: TokenTree, nodes: int) -> tuple[TokenTree, Tensor]:
@@ -228,6 +206,9 @@ def likeliest(tree: TokenTree, nodes: int) -> tuple[TokenTree, Tensor]:
     expected_BN = chances_BN.cumsum(dim=1) - 1.0  # the root is no draft
     if nodes == tree.num_nodes:
         return tree, expected_BN
+    if chooses(scores_BN, nodes):
+        given = scores_BN, tree.tokens_BN, tree.parents_BN, tree.depth_BN
+        return _tree(choose(*given, nodes, tree.num_nodes)), expected_BN
     # Their places, in the order of the places: of the others none is smaller.
     numbers_BN = torch.arange(tree.num_nodes, device=ranks_BN.device).expand_as(ranks_BN)
     chosen_BN = numbers_BN.where(ranks_BN < nodes, tree.num_nodes).sort(dim=1).values

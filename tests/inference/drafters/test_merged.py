@@ -16,12 +16,13 @@ from medusa_heads import MedusaModel
 from medusa_heads.inference.adapt.buckets import Buckets
 from medusa_heads.inference.adapt.measure import room
 from medusa_heads.inference.drafters.continuation import continuation
-from medusa_heads.inference.drafters.merged import MergedTrees, merged
+from medusa_heads.inference.drafters.merged import MergedTrees
 from medusa_heads.inference.engine import reading
 from medusa_heads.inference.lookup.suffix_automaton import SuffixAutomaton
 from medusa_heads.inference.models.training_free import TrainingFreeModel
 from medusa_heads.target.graphs.captured import CapturedTarget
-from medusa_heads.trees.dynamic_tree import NEVER, Tail, best_first_tree
+from medusa_heads.trees.dynamic_tree import Tail, best_first_tree
+from medusa_heads.trees.levels import NEVER, merged
 from medusa_heads.trees.tree import TokenTree
 from tests import replayed
 from tests.conftest import DEVICE, TinyLlama
@@ -66,12 +67,12 @@ def test_continuation_is_that_of_the_automaton() -> None:
 
 def test_each_token_is_offered_once() -> None:
     tokens_BFR = torch.tensor([[[7, 3, 7, 5]]])
-    _, logs_BFR = merged(tokens_BFR, torch.tensor([0.5, 0.1, 0.2, 0.05]).log()[None, None])
+    logs_BFR = merged(tokens_BFR, torch.tensor([0.5, 0.1, 0.2, 0.05]).log()[None, None])
     assert logs_BFR[0, 0].exp().tolist() == pytest.approx([0.6, 0.1, 0.0, 0.05])
-    _, logs_BFR = merged(tokens_BFR, torch.tensor([0.9, 0.8, 0.2, 0.0]).log()[None, None])
+    logs_BFR = merged(tokens_BFR, torch.tensor([0.9, 0.8, 0.2, 0.0]).log()[None, None])
     assert float(logs_BFR.exp().sum()) == pytest.approx(1.0)
     unknown = torch.tensor([NEVER, -1.0, -2.0, NEVER])[None, None]
-    _, logs_BFR = merged(tokens_BFR, unknown)  # what the first says nothing of, another offers
+    logs_BFR = merged(tokens_BFR, unknown)  # what the first says nothing of, another offers
     assert logs_BFR[0, 0, :2].tolist() == pytest.approx([-2.0, -1.0])
     assert logs_BFR[0, 0, 2] < logs_BFR[0, 0, 3] <= NEVER
 
@@ -79,7 +80,7 @@ def test_each_token_is_offered_once() -> None:
 def test_a_guess_that_is_no_number_is_left_out_alone() -> None:
     tokens_BFR = torch.tensor([[[7, 3, 7, 5]]])
     chances = torch.tensor([float("nan"), 0.1, 0.2, float("nan")])
-    _, logs_BFR = merged(tokens_BFR, chances.log()[None, None])
+    logs_BFR = merged(tokens_BFR, chances.log()[None, None])
     assert logs_BFR[0, 0, :2].exp().tolist() == pytest.approx([0.2, 0.1])
     assert torch.all(logs_BFR[0, 0, 2:] <= NEVER)
 
