@@ -53,7 +53,8 @@ def grow(
 ) -> Level:
     """See `levels.grown_level`."""
     given = scores_BF, tokens_BFR, log_probs_BFR, paths_BFJ, kept, asked, merges
-    if tokens_BFR[0].numel() <= _MOST_CANDIDATES and serve(scores_BF.device):
+    room = tokens_BFR.shape[1] * tokens_BFR.shape[2] <= _MOST_CANDIDATES
+    if room and serve(scores_BF.device):
         return Level(*grown_level(*given, SUREST, NEVER))
     return levels.grown_level(*given)
 

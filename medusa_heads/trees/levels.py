@@ -15,6 +15,7 @@ from torch import Tensor
 NEVER = -1e30  # the score of a path that has none
 SUREST = 0.999  # no draft is certain
 DEEPER = 1e-6  # of a score, for each level: more than rounding, less than any probability matters
+_BITS = 64
 
 
 class Level(NamedTuple):
@@ -65,18 +66,18 @@ def grown_level(
         log_probs_BFR = merged(tokens_BFR, log_probs_BFR)
     # What is no number would come before all that are, its own parent among them.
     log_probs_BFR = log_probs_BFR.nan_to_num(nan=NEVER, neginf=NEVER)
-    best_BK, flat_BK = (scores_BF[:, :, None] + log_probs_BFR).flatten(1).topk(kept, dim=1)
+    best_BK, flat_BK = (scores_BF.unsqueeze(2) + log_probs_BFR).flatten(1).topk(kept, dim=1)
     above_BK = flat_BK // tokens_BFR.shape[2]
     tokens_BK = tokens_BFR.flatten(1).gather(1, flat_BK)
     if asked:
-        paths_BFJ = longer(paths_BFJ, above_BK[:, :asked], tokens_BK[:, :asked])
+        paths_BFJ = longer(paths_BFJ, above_BK.narrow(1, 0, asked), tokens_BK.narrow(1, 0, asked))
     return Level(best_BK, above_BK, tokens_BK, paths_BFJ)
 
 
 def longer(paths_BFJ: Tensor, above_BA: Tensor, tokens_BA: Tensor) -> Tensor:
     """Paths, each with one more token."""
-    above_BAJ = above_BA[:, :, None].expand(-1, -1, paths_BFJ.shape[2])
-    return torch.cat([paths_BFJ.gather(1, above_BAJ), tokens_BA[:, :, None]], dim=2)
+    above_BAJ = above_BA.unsqueeze(2).expand(-1, -1, paths_BFJ.shape[2])
+    return torch.cat([paths_BFJ.gather(1, above_BAJ), tokens_BA.unsqueeze(2)], dim=2)
 
 
 def merged(tokens_BFR: Tensor, log_probs_BFR: Tensor) -> Tensor:
@@ -132,14 +133,15 @@ def chosen_nodes(
 
 def _ancestors(above_BN: Tensor, max_depth: int) -> Tensor:
     """The ancestor mask, by doubling the distance looked back."""
-    batch, nodes = above_BN.shape
-    ancestors_BNN = torch.eye(nodes, dtype=torch.bool, device=above_BN.device).repeat(batch, 1, 1)
-    jump_BN, reach = above_BN, 1
+    nodes_N = torch.arange(above_BN.shape[1], device=above_BN.device)
+    if len(nodes_N) > _BITS:
+        own_BNX = (nodes_N[:, None] == nodes_N).expand(len(above_BN), -1, -1)
+    else:  # as bits of one word
+        own_BNX = torch.ones_like(above_BN).bitwise_left_shift_(nodes_N).unsqueeze(2)
+    wide, jump_BN, reach = own_BNX.shape[2], above_BN, 1
     while reach <= max_depth:
-        ancestors_BNN = ancestors_BNN | ancestors_BNN.gather(
-            1, jump_BN[:, :, None].expand(-1, -1, nodes)
-        )
+        own_BNX = own_BNX | own_BNX.gather(1, jump_BN.unsqueeze(2).expand(-1, -1, wide))
         reach *= 2
         if reach <= max_depth:
             jump_BN = jump_BN.gather(1, jump_BN)
-    return ancestors_BNN
+    return own_BNX if wide > 1 else ((own_BNX >> nodes_N) & 1).bool()
