@@ -126,7 +126,9 @@ def _seconds(
     device: torch.device, dtype: torch.dtype, sizes: Attended, facts: dict[str, Any]
 ) -> list[float]:
     """Of a layer, by the usual kernel and the split one; kept for those that come later."""
-    store, facts = Measurements(), {**facts, **kernel_facts(device)}
+    from medusa_heads.machine import split_attention
+
+    store, facts = Measurements(), {**facts, **kernel_facts(device, split_attention)}
     try:
         kept: Any = store.read(KIND, facts)
         return [as_seconds(kept[name]) for name in _BOTH]
@@ -142,14 +144,13 @@ def _seconds(
         return seconds
 
 
-def kernel_facts(device: torch.device) -> dict[str, Any]:
-    """What else the kernel's speed depends on: who compiles it, what it says, on which GPU."""
-    from medusa_heads.machine import split_attention
-
-    source = Path(split_attention.__file__).read_bytes()
+def kernel_facts(device: torch.device, module: Any) -> dict[str, Any]:
+    """What else the speed of a module's kernels depends on: who compiles them, what they say, on
+    which GPU."""
+    source = Path(module.__file__).read_bytes()
     here = torch.cuda.is_available()
     return {
-        "triton": split_attention.triton.__version__,
+        "triton": module.triton.__version__,
         "source": hashlib.sha256(source).hexdigest()[:16],
         "name": torch.cuda.get_device_name(device) if here else None,
     }
@@ -198,7 +199,9 @@ def _properties(device: torch.device) -> Any:
     return torch.cuda.get_device_properties(device) if device.type == "cuda" else None
 
 
-def replayed(rivals: Sequence[Attend], layers: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
+def replayed(
+    rivals: Sequence[Callable[..., object]], layers: Sequence[Sequence[Tensor]]
+) -> list[float]:
     """Seconds that a layer takes by each of them, in CUDA graphs of all layers that take turns; the
     least of some rounds."""
     taken: list[list[float]] = [[] for _ in rivals]

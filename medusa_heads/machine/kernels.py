@@ -65,8 +65,8 @@ def has_packed_products(dtype: torch.dtype) -> bool:
 
 def operator(
     schema: str,
-    run: Callable[..., Tensor],
-    like: Callable[..., Tensor],
+    run: Callable[..., Any],
+    like: Callable[..., Any],
     devices: Sequence[str] = ("CPU",),
 ) -> Any:
     """An operator `medusa_heads::NAME` of torch, by which graphs call what no compiler looks into:
@@ -75,7 +75,7 @@ def operator(
     Args:
         schema: as torch writes it, such as `name(Tensor x) -> Tensor`.
         run: what it does.
-        like: gives an empty result of the same shape.
+        like: gives empty results of the same shapes.
         devices: where it does that, by torch's names.
     """
     name = schema.partition("(")[0]

@@ -29,6 +29,7 @@ class Program:
     """What `traced` saw.
 
     Attributes:
+        operations: what is done, in order.
         held, written: as those of Watched.
         reshapes: whether a tensor got another shape in place, of which no part is compiled.
     """
@@ -36,14 +37,14 @@ class Program:
     def __init__(
         self, graph: fx.Graph, given: Sequence[Tensor], watched: Watched | Program
     ) -> None:
-        self._graph, self._given = graph, list(given)
+        self.operations, self._given = graph, list(given)
         self.held: dict[int, Any] = watched.held
         self.written: dict[int, torch.dtype] = watched.written
         self.reshapes = False
 
     def __call__(self) -> list[Tensor]:
         """Do it again; what the function returned, flat."""
-        results: list[Tensor] = fx.Interpreter(nn.Module(), graph=self._graph).run(*self._given)
+        results: list[Tensor] = fx.Interpreter(nn.Module(), graph=self.operations).run(*self._given)
         return results
 
     def compiled(
@@ -63,7 +64,7 @@ class Program:
         Raises:
             Exception: what the compiler raised, where it made nothing.
         """
-        parts = [] if self.reshapes else list(parts_of(self._graph))
+        parts = [] if self.reshapes else list(parts_of(self.operations))
         fewer = Counter[str]()
         for part in parts:
             if isinstance(part, Stretch):
@@ -99,7 +100,7 @@ class Program:
         """The same as torch's interpreter knows it, and what it is given, of which other tensors
         may take the places. Does it once more. Raises RuntimeError: it does not know an
         operation."""
-        program = fx.Interpreter(nn.Module(), graph=self._graph)
+        program = fx.Interpreter(nn.Module(), graph=self.operations)
         names = [f"given_{place}" for place in range(len(self._given))]
         # As torch.jit.trace does, which keeps each function that it makes for good.
         graph = torch._C._create_graph_by_tracing(

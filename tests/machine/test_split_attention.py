@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from medusa_heads.agreement import relative_error
 from medusa_heads.errors import MedusaWarning
-from medusa_heads.machine import Measurements
+from medusa_heads.machine import Measurements, split_attention
 from medusa_heads.machine.attention import (
     KIND,
     Attended,
@@ -136,7 +136,7 @@ def test_what_was_measured_decides_and_is_kept(cache: Path) -> None:
     def measured(usual: float, split: float) -> Attended:
         sizes = SIZES._replace(slots=SIZES.slots + len(list(cache.glob("*/*"))))
         facts = {"device": "cuda:0", "dtype": "torch.bfloat16", **sizes._asdict()}
-        facts |= kernel_facts(gpu)
+        facts |= kernel_facts(gpu, split_attention)
         Measurements().write(KIND, facts, {"usual": usual, "split": split})
         return sizes
 

@@ -108,7 +108,7 @@ def test_the_rows_of_a_tree_are_written_where_they_belong(stacked: bool, width: 
         for buffer, new in zip(written[2 * layer :], (keys + layer, values), strict=False):
             assert torch.equal(buffer[:, :, [2, 9, 4]], new)
             assert not buffer[:, :, [0, 1, 3, 5, 15]].any()
-    copies = sum("index_copy_" in str(node.target) for node in program._graph.nodes)
+    copies = sum("index_copy_" in str(node.target) for node in program.operations.nodes)
     assert copies == (3 if stacked and width == 4 else 6)
 
 

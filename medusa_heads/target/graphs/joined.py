@@ -1,0 +1,188 @@
+"""Products of the same few tokens with several matrices in a recorded program, joined into one
+kernel where that is faster on this GPU.
+
+Layers multiply what they read with matrices of queries, keys and values one by one. Joining these
+in memory would take a copy, of a model that is left as it is; the kernel reads them where they lie.
+
+Shapes: N tokens of D inputs each, O outputs of a matrix.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn.functional import linear
+
+from medusa_heads.agreement import TOLERANCE, relative_error
+from medusa_heads.errors import MedusaWarning, first_line
+from medusa_heads.machine.attention import kernel_facts, replayed
+from medusa_heads.machine.choice import GAIN
+from medusa_heads.machine.kernels import operator as torch_operator
+from medusa_heads.machine.measurements import Measurements, as_seconds, measurement_folder
+from medusa_heads.machine.programs import Program
+
+KIND = "products"
+_MOST_TOKENS, _MOST_MATRICES = 64, 3
+_HALF = (torch.bfloat16, torch.float16)
+_MOST_NUMBERS = 1 << 31  # of a matrix, whose places are counted in 32 bits
+_READ = 256 << 20  # bytes of matrices that take turns: more than a GPU's own memory holds
+
+_known: dict[str, int | None] = {}
+
+
+def join_products(program: Program) -> None:
+    """Let each group of products in it be one, where that is faster."""
+    graph = program.operations
+    for group in list(_groups(graph)):
+        tokens, matrix = (node.meta["like"] for node in group[0].args[:2])  # type: ignore[union-attr]
+        outputs = [node.args[1].meta["like"].shape[0] for node in group]  # type: ignore[union-attr]
+        count, inputs = tokens.shape[:-1].numel(), matrix.shape[1]
+        which = fastest(matrix.device, matrix.dtype, count, inputs, outputs)
+        if which is not None:
+            _join(graph, group, which)
+
+
+def _groups(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+    """Products of one input with other matrices, between which nothing is written that was there
+    before."""
+    waiting: dict[Any, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.meta.get("writes"):
+            yield from (group for group in waiting.values() if len(group) > 1)
+            waiting = {}
+        elif _is_product(node):
+            group = waiting.setdefault(node.args[0], [])
+            group.append(node)
+            if len(group) == _MOST_MATRICES:
+                yield waiting.pop(node.args[0])
+    yield from (group for group in waiting.values() if len(group) > 1)
+
+
+def _is_product(node: fx.Node) -> bool:
+    """Of few tokens with a matrix that lies there for good, without a bias."""
+    if node.target is not torch.ops.aten.linear.default or any(node.args[2:]) or node.kwargs:
+        return False
+    tokens, matrix = node.args
+    if not isinstance(tokens, fx.Node) or not isinstance(matrix, fx.Node):
+        return False
+    x, weight = tokens.meta.get("like"), matrix.meta.get("like")
+    if matrix.op != "placeholder" or x is None or weight is None or len(x.shape) < 2:
+        return False
+    in_order = weight.stride == (weight.shape[1], 1) and x.stride[-1] == 1
+    few = x.shape[:-1].numel() <= _MOST_TOKENS and weight.shape.numel() < _MOST_NUMBERS
+    return bool(in_order and few and weight.dtype in _HALF and x.dtype == weight.dtype)
+
+
+def _join(graph: fx.Graph, group: Sequence[fx.Node], which: int) -> None:
+    tokens, matrices = group[0].args[0], [node.args[1] for node in group]
+    with graph.inserting_before(group[0]):
+        joined = graph.call_function(joined_products, (tokens, matrices, which))
+        joined.meta["reads"] = frozenset().union(*(node.meta["reads"] for node in group))
+        for place, node in enumerate(group):
+            result = graph.call_function(operator.getitem, (joined, place))
+            result.meta["like"] = node.meta["like"]
+            node.replace_all_uses_with(result)
+    for node in group:
+        graph.erase_node(node)
+
+
+def fastest(
+    device: torch.device, dtype: torch.dtype, tokens: int, inputs: int, outputs: Sequence[int]
+) -> int | None:
+    """By which of the kernel's BLOCKS products with such matrices [O, D] are faster together than
+    one by one, and the same; None: by none. Measured once for the same GPU and sizes."""
+    if device.type != "cuda":
+        return None
+    sizes = {"tokens": tokens, "inputs": inputs, "outputs": list(outputs)}
+    facts: dict[str, Any] = {"device": str(device), "dtype": str(dtype), **sizes}
+    key = f"{measurement_folder()} {facts}"
+    if key not in _known:
+        try:
+            seconds = _seconds(device, dtype, tokens, inputs, outputs, facts)
+        # No compiler for this GPU, no memory: each has its own.
+        except Exception as error:
+            reason = f"products go on one by one: {first_line(error)}"
+            warnings.warn(reason, MedusaWarning, stacklevel=2)
+            seconds = {"one by one": 0.0}
+        alone = seconds.pop("one by one")
+        best = min(seconds, key=seconds.__getitem__, default=None)
+        pays = best is not None and alone >= GAIN * seconds[best]
+        _known[key] = int(best) if best is not None and pays else None
+    return _known[key]
+
+
+def _seconds(
+    device: torch.device,
+    dtype: torch.dtype,
+    tokens: int,
+    inputs: int,
+    outputs: Sequence[int],
+    facts: dict[str, Any],
+) -> dict[str, float]:
+    """Of products one by one, and by those of the kernel's BLOCKS that can be; kept for those that
+    come later."""
+    from medusa_heads.target.graphs import triton_products
+
+    store, facts = Measurements(), {**facts, **kernel_facts(device, triton_products)}
+    try:
+        kept: Any = store.read(KIND, facts)
+        return {name: as_seconds(seconds) for name, seconds in kept.items()} | {
+            "one by one": as_seconds(kept["one by one"])
+        }
+    except (AttributeError, KeyError, TypeError, ValueError):
+        pass
+    random = torch.Generator(device).manual_seed(0)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random, device=device, dtype=dtype)
+
+    x_ND, of_one = numbers(tokens, inputs), sum(outputs) * inputs * dtype.itemsize
+    layers = [[numbers(size, inputs) for size in outputs] for _ in range(1 + _READ // of_one)]
+    expected = torch.cat([linear(x_ND, matrix) for matrix in layers[0]], dim=1).float()
+
+    def alone(*matrices: Tensor) -> object:
+        return [linear(x_ND, matrix) for matrix in matrices]
+
+    rivals: dict[str, Callable[..., object]] = {"one by one": alone}
+    for which, blocks in enumerate(triton_products.BLOCKS):
+        if inputs % blocks.inputs or any(size % blocks.outputs for size in outputs):
+            continue
+
+        def together(*matrices: Tensor, which: int = which) -> object:
+            return joined_products(x_ND, matrices, which)
+
+        try:
+            got = torch.cat(joined_products(x_ND, layers[0], which), dim=1).float()
+        except Exception:  # too large for this GPU, which each compiler says in its own way
+            continue
+        if relative_error(got, expected) <= TOLERANCE[True]:
+            rivals[str(which)] = together
+    measured = dict(zip(rivals, replayed(list(rivals.values()), layers), strict=True))
+    store.write(KIND, facts, measured)
+    return measured
+
+
+def _products(x: Tensor, matrices: Sequence[Tensor], which: int) -> list[Tensor]:
+    # Triton comes with torch where that is built for a GPU, and takes a second to import.
+    from medusa_heads.target.graphs.triton_products import products
+
+    with torch.cuda.device_of(x):  # Triton starts kernels on the current one
+        made = products(x.reshape(-1, x.shape[-1]), matrices, which)
+    return [each.view(*x.shape[:-1], -1) for each in made]
+
+
+def _like(x: Tensor, matrices: Sequence[Tensor], _: int) -> list[Tensor]:
+    return [x.new_empty(*x.shape[:-1], len(matrix)) for matrix in matrices]
+
+
+joined_products: Any = torch_operator(
+    "joined_products(Tensor x, Tensor[] matrices, int which) -> Tensor[]",
+    _products,
+    _like,
+    ("CPU", "CUDA"),  # on a CPU Triton interprets its kernels, where it is told to
+)

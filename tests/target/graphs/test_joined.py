@@ -1,0 +1,121 @@
+"""Products with several matrices at once say what they say one by one: interpreted on a CPU, else
+on the tests' device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from medusa_heads.agreement import relative_error
+from medusa_heads.errors import MedusaWarning
+from medusa_heads.machine import Measurements
+from medusa_heads.machine.attention import kernel_facts
+from medusa_heads.machine.programs import traced
+from medusa_heads.target.graphs import joined
+from medusa_heads.target.graphs.joined import KIND, fastest, join_products, joined_products
+from tests.conftest import DEVICE
+
+triton_products: Any = pytest.importorskip("medusa_heads.target.graphs.triton_products")
+
+SIZES: dict[str, Any] = {"tokens": 8, "inputs": 512, "outputs": [128, 64, 64]}
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    random = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=random).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("which", range(len(triton_products.BLOCKS)))
+@pytest.mark.parametrize("outputs", [[64, 128], [128, 64, 64]])
+def test_they_say_what_products_say(outputs: list[int], which: int) -> None:
+    x, matrices = (
+        numbers(2, 3, 512),
+        [numbers(size + place, 512)[place:] for place, size in enumerate(outputs)],
+    )
+    made = joined_products(x, matrices, which)
+    for own, matrix in zip(made, matrices, strict=True):
+        expected = linear(x, matrix)
+        assert own.shape == expected.shape
+        assert relative_error(own.flatten(0, 1).float(), expected.flatten(0, 1).float()) < 2e-3
+    torch.library.opcheck(torch.ops.medusa_heads.joined_products.default, (x, matrices, which))
+
+
+def layer(dtype: torch.dtype, tokens: int = 4, between: Callable[..., Any] = lambda *_: 0) -> Any:
+    """What multiplies one input three times, and what is between the products."""
+    x, cache = numbers(1, tokens, 512, dtype=dtype), numbers(64, dtype=dtype)
+    first, second, third = (numbers(size, 512, dtype=dtype) for size in (128, 64, 32))
+
+    def function() -> list[Tensor]:
+        input_BND = x * 2
+        made = [linear(input_BND, first).tanh()]
+        between(cache, made[0])
+        made += [linear(input_BND, second), linear(input_BND, third) + made[0][..., :32]]
+        return [*made, cache + 1]
+
+    return function
+
+
+# Interpreted products of bfloat16 are others.
+@pytest.mark.parametrize("dtype", [torch.float16] + [torch.bfloat16] * (DEVICE != "cpu"))
+def test_products_of_one_input_become_one(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def second(*sizes: Any) -> int:
+        asked.append(sizes)
+        return 1
+
+    monkeypatch.setattr(joined, "fastest", second)
+    with torch.inference_mode():
+        program = traced(layer(dtype))
+        expected = program()
+        join_products(program)
+        assert asked == [(torch.device(DEVICE), dtype, 4, 512, [128, 64, 32])]
+        names = [str(node.target) for node in program.operations.nodes]
+        assert "aten.linear.default" not in names
+        assert sum("joined_products" in name for name in names) == 1
+        for own, other in zip(program(), expected, strict=True):
+            torch.testing.assert_close(own, other, rtol=2e-2, atol=2e-1)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        layer(torch.float32),
+        layer(torch.float16, tokens=65),
+        layer(torch.float16, between=lambda cache, made: cache.add_(made.sum())),
+    ],
+    ids=["of float32", "of many tokens", "behind what is written"],
+)
+def test_others_stay(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[Any] = []
+    monkeypatch.setattr(joined, "fastest", lambda *sizes: groups.append(sizes[-1]))
+    with torch.inference_mode():
+        join_products(traced(function))
+    assert groups in ([], [[64, 32]])
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU it is measured")
+def test_what_was_measured_decides(cache: Path) -> None:
+    gpu, half = torch.device("cuda", 0), torch.bfloat16
+
+    def measured(**seconds: float) -> list[Any]:
+        sizes = SIZES | {"tokens": 1 + len(list(cache.glob("*/*")))}
+        facts = {"device": "cuda:0", "dtype": "torch.bfloat16", **sizes}
+        facts |= kernel_facts(gpu, triton_products)
+        Measurements().write(KIND, facts, {"one by one": seconds.pop("alone"), **seconds})
+        return [*sizes.values()]
+
+    assert fastest(gpu, half, *measured(alone=3e-5, **{"1": 2e-5, "3": 1e-5})) == 3
+    assert fastest(gpu, half, *measured(alone=1e-5, **{"1": 2e-5})) is None
+    assert fastest(gpu, half, *measured(alone=1e-5)) is None
+    with pytest.warns(MedusaWarning, match="products go on one by one"):  # there is no GPU
+        assert fastest(gpu, half, *measured(alone=-1.0)) is None
+    assert fastest(torch.device("cpu"), half, *SIZES.values()) is None
