@@ -62,7 +62,8 @@ def _step(
     logits_BNV, hidden_BNX = state.read(target, tree)
     drafter.observe(tree, logits_BNV)
     drawn_BN = draw_all(tree, logits_BNV, state.processors, state.noise_on_device, state.seen_BV)
-    state.take(deepest_path(tree, drawn_BN, levels), hidden_BNX, expected_BN)
+    path = deepest_path(tree, drawn_BN, min(levels, tree.num_nodes - 1))
+    state.take(path, hidden_BNX, expected_BN)
 
 
 class DeviceLoop:

@@ -69,7 +69,8 @@ class DeviceState(DecodingState):
         self.written_B, self.room_B = numbers(batch), numbers(batch)
         self.out_BT = numbers(batch, capacity + 1)
         self.ends_E = numbers(ENDS)
-        # What the last step committed: as many hidden states of each row, and the tokens behind.
+        # What the last step committed: as many hidden states of each row, and the tokens behind;
+        # beyond those, what earlier ones did.
         self.fresh_BPX = numbers(
             batch, levels + 1, like.hidden_BD.shape[1], dtype=like.hidden_BD.dtype
         )
@@ -198,7 +199,8 @@ class DeviceState(DecodingState):
         keep the path's rows of the cache, and go on behind its last node. The figures tell of it,
         and of what was expected where 0, 1, 2, .. nodes are verified."""
         nodes_BA, tokens_BA, length_B1 = path
-        columns_A = torch.arange(self._levels + 1, device=nodes_BA.device)
+        most = nodes_BA.shape[1]  # of a small tree no more is kept, nor moved
+        columns_A = torch.arange(most, device=nodes_BA.device)
         room_B1, written_B1 = self.room_B[:, None], self.written_B[:, None]
         ends_BA = (tokens_BA[..., None] == self.ends_E).any(dim=-1) | (tokens_BA == NO_TOKEN)
         open_BA = ends_BA.long().cumsum(dim=1) - ends_BA.long() == 0
@@ -210,7 +212,7 @@ class DeviceState(DecodingState):
         if self.seen_BV is not None:
             new_BA = tokens_BA.clamp_min(0).where(taken_BA, self.roots_B[:, None])
             self.seen_BV.scatter_(1, new_BA, True)
-        self.steps_A.add_((columns_A == count_B1 - 1).sum(dim=0))
+        self.steps_A[:most].add_((columns_A == count_B1 - 1).sum(dim=0))
         self.forwards.add_((count_B1 > 0).any())
 
         self._keep(nodes_BA, taken_BA)
@@ -222,8 +224,8 @@ class DeviceState(DecodingState):
         hidden_BX = hidden_BNX.gather(1, node_B1X)[:, 0]
         self.hidden_BD.copy_(hidden_BX.where(moves_B1, self.hidden_BD))
         nodes_BPX = nodes_BA[..., None].expand(-1, -1, hidden_BNX.shape[2])
-        self.fresh_BPX.copy_(hidden_BNX.gather(1, nodes_BPX))
-        self.following_BP.copy_(tokens_BA.clamp_min(0))
+        self.fresh_BPX[:, :most].copy_(hidden_BNX.gather(1, nodes_BPX))
+        self.following_BP[:, :most].copy_(tokens_BA.clamp_min(0))
         self.fresh_B.copy_(count_B1[:, 0])
         self.lengths_B.add_(count_B1[:, 0])
         self.written_B.add_(count_B1[:, 0])
@@ -231,12 +233,11 @@ class DeviceState(DecodingState):
         self.room_B.copy_(left_B1[:, 0])
         moved_B = moves_B1[:, 0]
         told = [(left_B1 > 0).sum(), moved_B.sum(), count_B1.sum(), self.again_B.amax()]
-        figures = [torch.stack(told), tokens_BA[0]]
+        self.figures[: 4 + most] = torch.cat([torch.stack(told), tokens_BA[0]])
         if expected_BN is not None:
-            own_BN = expected_BN.where(moves_B1, 0.0)
-            figures.append(own_BN.sum(dim=0) / moved_B.sum().clamp_min(1))
-        said = torch.cat(figures)
-        self.figures[: len(said)] = said
+            own_BN, behind = expected_BN.where(moves_B1, 0.0), 5 + self._levels
+            of_mean_row_N = own_BN.sum(dim=0) / moved_B.sum().clamp_min(1)
+            self.figures[behind : behind + len(of_mean_row_N)] = of_mean_row_N
 
     def _keep(self, nodes_BA: Tensor, taken_BA: Tensor) -> None:
         """Of the tree just read, keep in the cache what is taken."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from medusa_heads.inference.engine import device_loop, reading
 from medusa_heads.inference.models.training_free import TrainingFreeModel
+from medusa_heads.target.graphs.static_cache import StaticRowCache
 from medusa_heads.trees.dynamic_tree import likeliest
 from medusa_heads.trees.tree import TokenTree
 from scripts.measure.host_waits import graphs_of
@@ -72,6 +73,32 @@ def test_another_number_of_nodes_at_every_step(
 
     monkeypatch.setattr(device_loop, "likeliest", without_ancestors)
     assert not torch.equal(text(medusa, inputs, **options), right)
+
+
+def test_a_step_moves_no_more_of_the_cache_than_it_verifies(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unread(InTurns):
+        def learn(self, *_: Any) -> None:
+            """Nothing: where the text offers nothing, nothing is expected."""
+
+    moved: list[int] = []
+    move_rows = StaticRowCache.move_rows
+
+    def noted(cache: StaticRowCache, source_BA: Tensor, destination_BA: Tensor) -> None:
+        moved.append(source_BA.shape[1])
+        move_rows(cache, source_BA, destination_BA)
+
+    monkeypatch.setattr(StaticRowCache, "move_rows", noted)
+    monkeypatch.setattr(device_loop, "Buckets", Unread)
+    model = tiny_llama(num_layers=1).to(DEVICE)
+    model.generation_config.pad_token_id = 0
+    auto = TrainingFreeModel(model, compile="steps", compile_backend="eager")
+    auto.drafter.sizes = (0, 2, auto.drafter.num_nodes - 1)
+    inputs: Any = padded([3, 0], 12)
+    made: Any = auto.generate(**inputs, do_sample=False, max_new_tokens=40)
+    assert torch.equal(made, model.generate(**inputs, do_sample=False, max_new_tokens=40))
+    assert {1, 3} <= set(moved) and max(moved) <= auto.drafter.num_nodes
 
 
 def test_each_number_of_nodes_is_one_graph(tiny_llama: TinyLlama) -> None:

@@ -77,7 +77,7 @@ def test_products_of_one_input_become_one(
         program = traced(layer(dtype))
         expected = program()
         join_products(program)
-        assert asked == [(torch.device(DEVICE), dtype, 4, 512, [128, 64, 32])]
+        assert [sizes[1:] for sizes in asked] == [(dtype, 4, 512, [128, 64, 32])]
         names = [str(node.target) for node in program.operations.nodes]
         assert "aten.linear.default" not in names
         assert sum("joined_products" in name for name in names) == 1
