@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medusa_heads.machine.kernels import operator
+
 _INITIAL_SLACK = 256  # slots beyond the prompt before the first growth
 _STACK_BYTES = 1 << 28  # of a stack as it is made, or an eighth of all layers where that is more
 _FEWEST_STACKS = 8  # of a large cache
@@ -38,6 +40,30 @@ def _near(first: int, announced: int) -> bool:
     """Whether all is taken at once, since it is not much more: a text need not become as long as
     it may."""
     return first <= announced <= 2 * (first + _INITIAL_SLACK)
+
+
+def put_rows(buffer: Tensor, dim: int, places_A: Tensor, rows: Tensor) -> None:
+    """Write rows of X numbers to these places of an earlier dimension, as index_copy_ does."""
+    if buffer.is_cuda:
+        _put_wide(buffer, dim, places_A, rows)
+    else:
+        buffer.index_copy_(dim, places_A, rows)
+
+
+def _wide(buffer: Tensor, dim: int, places_A: Tensor, rows: Tensor) -> None:
+    # A GPU writes number by number: four of 16 bits are written as one of 64.
+    if buffer.shape[-1] * buffer.element_size() % 8 == 0:
+        buffer, rows = buffer.view(torch.int64), rows.contiguous().view(torch.int64)
+    buffer.index_copy_(dim, places_A, rows)
+
+
+# One operation to those who watch: they compare what is written as the numbers that they are.
+_put_wide: Any = operator(
+    "put_rows(Tensor(a!) buffer, int dim, Tensor places, Tensor rows) -> ()",
+    _wide,
+    lambda *_: None,
+    ("CPU", "CUDA"),
+)
 
 
 class Stacks:
@@ -120,7 +146,7 @@ class Stacks:
             if source_BA.shape[0] == 1:
                 # One row: plain index operations are several times faster than a scatter.
                 rows = stack.index_select(3, source_BA[0].to(stack.device))
-                stack.index_copy_(3, destination_BA[0].to(stack.device), rows)
+                put_rows(stack, 3, destination_BA[0].to(stack.device), rows)
             else:
                 # Whole rows of X numbers by their place in the flattened stack: gather and scatter
                 # would read an index for every number, and took 300 times as long on a CPU.
@@ -130,7 +156,7 @@ class Stacks:
                 source = (first_GBH1 + source_BA.to(stack.device)[:, None]).flatten()
                 place = (first_GBH1 + destination_BA.to(stack.device)[:, None]).flatten()
                 rows = stack.view(-1, width)
-                rows.index_copy_(0, place, rows.index_select(0, source))
+                put_rows(rows, 0, place, rows.index_select(0, source))
 
     @torch.inference_mode(False)
     def select_batch(self, rows: Sequence[int]) -> None:

@@ -10,9 +10,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from medusa_heads.machine.programs import traced
+from medusa_heads.machine.watched import Watched
 from medusa_heads.target.cache import RowCache
 from medusa_heads.target.graphs.static_cache import StaticRowCache
+from medusa_heads.target.stacks import _put_wide
 from tests.allocations import Allocations
+from tests.conftest import DEVICE
 from tests.target.test_cache import config, fill, held
 
 
@@ -110,6 +113,22 @@ def test_the_rows_of_a_tree_are_written_where_they_belong(stacked: bool, width: 
             assert not buffer[:, :, [0, 1, 3, 5, 15]].any()
     copies = sum("index_copy_" in str(node.target) for node in program.operations.nodes)
     assert copies == (3 if stacked and width == 4 else 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [3, 4, 8])
+@pytest.mark.parametrize("dim", [1, 3])
+def test_rows_are_put_whole(dtype: torch.dtype, width: int, dim: int) -> None:
+    """As a GPU writes them, and a recording compares them: as the numbers that they are."""
+    buffer = torch.randn(2, 5, 3, 6, width).to(DEVICE, dtype)
+    places_A = torch.tensor([4, 0, 3], device=DEVICE)
+    rows = (buffer + 1).index_select(dim, places_A).mT.contiguous().mT
+    expected = buffer.clone()
+    expected.index_copy_(dim, places_A, rows)
+    with torch.no_grad(), Watched() as watched:
+        _put_wide(buffer[:], dim, places_A, rows)
+    assert torch.equal(buffer, expected)
+    assert watched.written == {buffer.untyped_storage().data_ptr(): dtype}
 
 
 @pytest.mark.parametrize("layers", [1, 16])

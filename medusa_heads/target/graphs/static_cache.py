@@ -18,7 +18,7 @@ from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.target.attention import TreeMask, mask_of
 from medusa_heads.target.cache import IndexedRowLayer, RowCache, RowLayer
 from medusa_heads.target.recurrent import CompressedRowLayer, RecurrentCache, StateAndRowLayer
-from medusa_heads.target.stacks import Member, Stacks
+from medusa_heads.target.stacks import Member, Stacks, put_rows
 
 if TYPE_CHECKING:
     from medusa_heads.target.target import TargetModel
@@ -84,7 +84,7 @@ class StackedStaticStacks(StaticStacks):
             return super().write(members, *new)
         assert self.nodes_N is not None
         both_2BHCX = self.stacks[stack][place : place + 2]
-        both_2BHCX.index_copy_(3, self.nodes_N, torch.stack(new))
+        put_rows(both_2BHCX, 3, self.nodes_N, torch.stack(new))
 
     def _place(self, like: Tensor, room: int) -> Member:
         return Stacks._place(self, like, room)
