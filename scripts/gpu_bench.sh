@@ -16,12 +16,12 @@ cd "$(dirname "$0")/.." || exit 1
 SHAPE=${SHAPE:-7b}                    # own, 0.1b, 1b or 7b
 HEADS=${HEADS:-assets/demo-heads}     # a checkpoint that names a small Llama
 DEVICE=${DEVICE:-cuda}
-BATCH_SIZES=${BATCH_SIZES:-1 8 32}
+BATCH_SIZES=${BATCH_SIZES:-1 32 8}   # the last may be cut off
 NUM_PROMPTS=${NUM_PROMPTS:-8}         # for each batch size, and two batches at least
 NEW_TOKENS=${NEW_TOKENS:-64}
 COMPILE=${COMPILE:-1}                 # 0: leave out what torch.compile makes faster
 PATIENCE=${PATIENCE:-1}               # every time limit times this, where there is no GPU
-LIMIT=${LIMIT:-$((530 * PATIENCE))}    # seconds for everything
+LIMIT=${LIMIT:-$((510 * PATIENCE))}    # seconds for everything
 OUT=${OUT:-runs/gpu_bench}
 PYTHON=${PYTHON:-python3}
 
@@ -71,20 +71,9 @@ ours=(heads:auto heads:static:15 suffix recycling auto)
 stream=("${ours[@]/%/+stream}" heads:dynamic:16+stream lookahead+stream)
 own=(--shape own --dtype float32 --must_be_identical)
 
-# usual NAME SECONDS SIZE FLAGS..: the methods that users choose from, on the large target.
-usual() {
-    local name=$1 limit=$2 size=$3 others=()
-    shift 3
-    [[ $size != 1 ]] || others=(suffix auto)
-    measure "$name" "$limit" --shape "$SHAPE" --batch_sizes "$size" \
-        --methods "${methods[@]}" "${kernels[@]}" "${others[@]}" "$@"
-}
-
 # First what no clock says, side by side. In fp32 rounding tips no choice: every text must be plain
 # decoding's own. Steps are recorded where that can be done; those that draw from transformers' own
-# stream ask the host. Beside them what is measured later is compiled: compiled plain decoding of a
-# 7B target takes half a minute to make, and so do the kernels of all sizes of tree that auto chooses
-# from. Times that are measured beside others count for nothing later.
+# stream ask the host.
 if [[ $DEVICE == cuda* ]] && "$PYTHON" -c "import pytest" 2>/dev/null; then
     recorded=(tests/machine/test_recording.py tests/{target/graphs,inference/models}/test_captured.py)
     part tests 120 env MEDUSA_HEADS_TEST_DEVICE="$DEVICE" "$PYTHON" -m pytest "${recorded[@]}" &
@@ -92,26 +81,27 @@ fi
 measure lossless 120 "${own[@]}" --decodings greedy sampled --methods "${stream[@]}" &
 measure lossless-batch 120 "${own[@]}" --batch_sizes 8 \
     --methods "${ours[@]}" heads:dynamic:16 lookahead &
-if [[ $COMPILE == 1 ]]; then
-    measure lossless-compiled 120 "${own[@]}" \
-        --methods heads:static:15+compile heads:static:15+steps "${kernels[@]}" &
-    for size in $BATCH_SIZES; do
-        MEDUSA_HEADS_CACHE=$OUT/beside-$size usual "compiling-$size" 120 "$size" --num_prompts 1 &
-    done
-fi
+[[ $COMPILE == 0 ]] || measure lossless-compiled 120 "${own[@]}" \
+    --methods heads:static:15+compile heads:static:15+steps "${kernels[@]}" &
 wait
 
+# Compiled plain decoding of a 7B target takes half a minute to make, and so do the kernels of all
+# sizes of tree that auto chooses from.
 for size in $BATCH_SIZES; do
-    usual "usual-$size" 120 "$size"
+    others=()
+    [[ $size != 1 ]] || others=(suffix auto)
+    measure "usual-$size" 120 --shape "$SHAPE" --batch_sizes "$size" \
+        --methods "${methods[@]}" "${kernels[@]}" "${others[@]}"
     # How much of a step is the target's forward.
-    [[ $DEVICE != cuda* ]] || part "shares-$size" 60 "$PYTHON" -m scripts.grown.shares \
+    [[ $DEVICE != cuda* ]] || part "shares-$size" 80 "$PYTHON" -m scripts.grown.shares \
         --heads "$HEADS" --shape "$SHAPE" --device "$DEVICE" --batch_sizes "$size" \
         --new_tokens "$NEW_TOKENS" --output "$OUT/shares-$size/shares.json"
 done
-[[ $COMPILE == 0 ]] || part goals 20 "$PYTHON" -m scripts.measure.goals --folder "$OUT"
 measure sampled 90 --shape "$SHAPE" --decodings sampled --methods "${methods[@]}" \
     ${kernels[@]+heads:static:15+kernels}
 [[ $DEVICE != cuda* ]] || part attention 40 "$PYTHON" -m scripts.measure.attention
+LIMIT=$((LIMIT + 20))  # whatever was cut off
+[[ $COMPILE == 0 ]] || part goals 20 "$PYTHON" -m scripts.measure.goals --folder "$OUT"
 
 echo "Everything is in $OUT, after $SECONDS seconds:"
 cat "$OUT/parts.txt"

@@ -84,6 +84,21 @@ def test_mistakes_are_one_sentence(flags: list[str], message: str, refused: Refu
     assert message in refused(main, flags)
 
 
+def test_tests_that_run_on_a_gpu_are_there() -> None:
+    told = next(
+        line
+        for line in (ROOT / "scripts" / "gpu_bench.sh").read_text().splitlines()
+        if "recorded=(" in line
+    )
+    named = subprocess.run(
+        ["bash", "-c", f'{told}; printf "%s\\n" "${{recorded[@]}}"'],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert len(named) == 3 and all((ROOT / name).is_file() for name in named)
+
+
 @pytest.mark.slow
 def test_all_parts_in_one_call(tmp_path: Path) -> None:
     settings = {
