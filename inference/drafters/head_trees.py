@@ -10,7 +10,7 @@ arXiv:2406.16858, section 3).
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ from medusa_heads.trees.dynamic_tree import (
     same_guesses,
 )
 from medusa_heads.trees.kernels import best
+from medusa_heads.trees.on_host import best_first_on_host
 from medusa_heads.trees.tree import TokenTree, TreeShape
 
 
@@ -73,14 +74,14 @@ class DynamicDrafter(HeadsDrafter):
         self.num_nodes = num_drafted + 1
 
     def propose(self, state: DecodingState) -> TokenTree:
-        return self._grown(state, narrows=self._heads.sequential and state.on_host)
+        return self._grown(state, best_first_on_host if state.on_host else best_first_tree)
 
     def prepare(self, state: DecodingState) -> None:
-        self._grown(state, narrows=False)  # room for all that a graph may ask
+        self._grown(state, best_first_tree)  # room for all that a graph may ask
 
-    def _grown(self, state: DecodingState, *, narrows: bool) -> TokenTree:
+    def _grown(self, state: DecodingState, grow: Callable[..., TokenTree]) -> TokenTree:
         limits = self.num_nodes - 1, self.depth, self._width
-        return best_first_tree(state.roots_B, self.guess(state), *limits, narrows=narrows)
+        return grow(state.roots_B, self.guess(state), *limits)
 
     def guess(self, state: DecodingState) -> Guess:
         """What the heads take to follow, in this step."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from medusa_heads.heads import DraftHeads
 from medusa_heads.heads.base import After
 from medusa_heads.trees.kernels import best, choose, chooses, grow
-from medusa_heads.trees.levels import DEEPER, NEVER, Chosen, longer, merged
+from medusa_heads.trees.levels import NEVER, Chosen, merged
 from medusa_heads.trees.tree import Ranked, TokenTree, TreeShape
 
 DYNAMIC_RANKS = 16  # candidates of each head that a dynamic tree chooses from
@@ -103,7 +103,6 @@ def best_first_tree(
     num_levels: int,
     width: int | None = None,
     tail: Tail | None = None,
-    narrows: bool = False,
     merges: bool = False,
 ) -> TokenTree:
     """The tree of `num_drafted` nodes with the largest expected number of accepted tokens.
@@ -127,7 +126,7 @@ def best_first_tree(
         tokens_BFR, log_probs_BFR = guess(level, paths_BFJ, asked_BF)
         kept = min(num_drafted, tokens_BFR.shape[1] * tokens_BFR.shape[2])
         most = 0 if level + 1 == num_levels else min(kept, width or kept)
-        given = scores_BF, tokens_BFR, log_probs_BFR, paths_BFJ, kept, 0 if narrows else most
+        given = scores_BF, tokens_BFR, log_probs_BFR, paths_BFJ, kept, most
         scores_BF, above_BF, tokens_BF, longer_BFJ = grow(*given, merges)
         parents.append(above_BF + first)
         tokens.append(tokens_BF)
@@ -135,11 +134,6 @@ def best_first_tree(
         first, count = count, count + kept
         depths.append(torch.full_like(above_BF[0], level + 1))
         if most:
-            if narrows:
-                most = min(_hopeful(scores, num_drafted), most)
-                if not most:
-                    break
-                longer_BFJ = longer(paths_BFJ, above_BF[:, :most], tokens_BF[:, :most])
             scores_BF, asked_BF, paths_BFJ = scores_BF[:, :most], above_BF[:, :most], longer_BFJ
     further = 0 if tail is None else tail.tokens_BL.shape[1] - num_levels
     if tail is not None and further > 0:
@@ -170,17 +164,6 @@ def _tree(chosen: Chosen) -> TokenTree:
         chosen.log_probs_BN,
         ranked=Ranked(chosen.path_scores_BN, chosen.ranks_BN),
     )
-
-
-def _hopeful(scores: Sequence[Tensor], num_drafted: int) -> int:
-    """How many paths of the last level are among the likeliest of all as yet, in the row that has
-    the most; of the others none will be, nor what comes behind them."""
-    ranked = [each_BF - DEEPER * (1 + depth) for depth, each_BF in enumerate(scores[1:])]
-    ranked_BC, last_BF = torch.cat(ranked, dim=1), ranked[-1]
-    if ranked_BC.shape[1] <= num_drafted:
-        return last_BF.shape[1]
-    least_B1 = ranked_BC.topk(num_drafted, dim=1).values[:, -1:]
-    return int((last_BF >= least_B1).sum(dim=1).max())
 
 
 def best_chain(roots_B: Tensor, guess: Guess, shape: TreeShape, merges: bool = False) -> TokenTree:

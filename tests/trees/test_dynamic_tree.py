@@ -21,6 +21,7 @@ from medusa_heads.trees.dynamic_tree import (
     best_first_tree,
     likeliest,
 )
+from medusa_heads.trees.on_host import best_first_on_host
 from medusa_heads.trees.tree import TokenTree, chain_shape
 
 
@@ -87,8 +88,8 @@ def test_equals_textbook_best_first_search(heads: int, ranks: int, nodes: int, s
     nodes = min(nodes, sum(ranks ** (level + 1) for level in range(heads)))
     tokens, log_probs = random_heads(3, heads, ranks, seed)
     roots_B, guess = torch.tensor([7, 8, 9]), independent(tokens, log_probs)
-    for narrows in (False, True):
-        tree = best_first_tree(roots_B, guess, nodes, heads, narrows=narrows)
+    for grow in (best_first_tree, best_first_on_host):
+        tree = grow(roots_B, guess, nodes, heads)
         assert tree.tokens_BN[:, 0].tolist() == [7, 8, 9]
         assert tree.num_nodes == nodes + 1
         for row in range(3):
@@ -102,7 +103,7 @@ def test_the_likeliest_nodes_are_the_best_tree_of_their_number(
 ) -> None:
     fewer, roots_B = min(fewer, nodes), torch.tensor([7, 8, 9])
     guess = independent(*random_heads(3, 4, 4, seed))
-    larger = best_first_tree(roots_B, guess, nodes, 4)
+    larger = (best_first_tree, best_first_on_host)[seed % 2](roots_B, guess, nodes, 4)
     tree, expected_BN = likeliest(larger, fewer + 1)
     for size in range(nodes + 1):
         alone = best_first_tree(roots_B, guess, size, 4)
@@ -128,13 +129,14 @@ def test_the_likeliest_nodes_have_their_parents(chances: list[float], nodes: int
     """However sure what stands behind what is unlikely, and however it is rounded."""
     log_probs_BKR = torch.tensor(chances).view(1, 4, 3).sort(dim=-1, descending=True).values
     guess = independent(torch.arange(12).view(1, 4, 3), log_probs_BKR)
-    tree = best_first_tree(torch.tensor([99]), guess, nodes, 4)
-    whole = paths(tree, 0)
-    for size in range(nodes + 1):
-        smaller, expected_BN = likeliest(tree, size + 1)
-        own = paths(smaller, 0)
-        assert len(own) == size and own <= whole
-        assert torch.all(expected_BN.diff() >= 0) and expected_BN[0, 0] == 0
+    for grow in (best_first_tree, best_first_on_host):
+        tree = grow(torch.tensor([99]), guess, nodes, 4)
+        whole = paths(tree, 0)
+        for size in range(nodes + 1):
+            smaller, expected_BN = likeliest(tree, size + 1)
+            own = paths(smaller, 0)
+            assert len(own) == size and own <= whole
+            assert torch.all(expected_BN.diff() >= 0) and expected_BN[0, 0] == 0
 
 
 def test_a_chain_is_the_likeliest_path_of_its_length() -> None:
@@ -195,8 +197,9 @@ def test_no_node_stands_without_its_parent(first: float, later: float, nodes: in
     """Whatever heads say: of certainties behind what is unlikely, and of no numbers at all."""
     tokens_BKR = torch.arange(48).view(1, 3, 16)
     log_probs_BKR = torch.tensor([first, later, later])[None, :, None].expand(1, 3, 16)
-    tree = best_first_tree(torch.tensor([7]), independent(tokens_BKR, log_probs_BKR), nodes, 3)
-    assert tree.tokens_BN[0, 0] == 7 and len(paths(tree, 0)) == nodes
+    for grow in (best_first_tree, best_first_on_host):
+        tree = grow(torch.tensor([7]), independent(tokens_BKR, log_probs_BKR), nodes, 3)
+        assert tree.tokens_BN[0, 0] == 7 and len(paths(tree, 0)) == nodes
 
 
 def test_a_ranking_counts_in_fp32_whatever_numbers_are_made_of() -> None:
@@ -222,10 +225,22 @@ def test_paths_without_hope_are_not_asked(width: int | None) -> None:
         return independent(tokens_BKR, log_probs_BKR)(level, *paths)
 
     roots_B = torch.tensor([7, 8])
-    few = best_first_tree(roots_B, guess, 6, 5, width, narrows=True)
+    few = best_first_on_host(roots_B, guess, 6, 5, width)
     assert len(asked) == 4 and sum(asked) < 1 + 3 * (width or 6)
     asked.clear()
     every = best_first_tree(roots_B, guess, 6, 5, width)
     assert asked == [1, *[width or 6] * 4]
-    for one, other in ((few.tokens_BN, every.tokens_BN), (few.parents_BN, every.parents_BN)):
-        assert torch.equal(one, other)
+    for name in ("tokens_BN", "parents_BN", "depth_BN", "ancestors_BNN", "log_probs_BN", "ranked"):
+        for one, other in zip(getattr(few, name), getattr(every, name), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_tree_of_many_nodes_on_the_host() -> None:
+    """More than a word has bits for."""
+    roots_B, guess = torch.tensor([7, 8]), independent(*random_heads(2, 4, 6, seed=3))
+    for nodes in (62, 63, 64, 200):
+        one, other = (
+            grow(roots_B, guess, nodes, 4) for grow in (best_first_tree, best_first_on_host)
+        )
+        assert torch.equal(one.ancestors_BNN, other.ancestors_BNN)
+        assert torch.equal(one.tokens_BN, other.tokens_BN)

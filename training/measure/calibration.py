@@ -36,6 +36,7 @@ from medusa_heads.trees.dynamic_tree import (
     guesses,
     same_guesses,
 )
+from medusa_heads.trees.on_host import best_first_on_host
 from medusa_heads.trees.statistics import MAX_RANK, HeadStatistics
 
 TEMPERATURES = tuple(0.5 * 1.1**step for step in range(18))  # 0.5 to 2.5
@@ -246,8 +247,8 @@ def _dynamic_tokens_per_step(
             guess = guesses(ranking, after, ranks)
         roots_B = part.tokens_SK[:, 0]
         limits = sizes[-1], heads.config.num_heads, width
-        narrows = heads.sequential and roots_B.device.type == "cpu"
-        tree = best_first_tree(roots_B, guess, *limits, narrows=narrows)
+        grow = best_first_on_host if roots_B.device.type == "cpu" else best_first_tree
+        tree = grow(roots_B, guess, *limits)
         accepted += torch.tensor(accepted_by_size(tree, part.labels_SK, sizes))
     counts = zip(sizes, accepted.tolist(), strict=True)
     return {size: 1 + count / len(found.start_S) for size, count in counts}

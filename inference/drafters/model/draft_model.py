@@ -32,6 +32,7 @@ from medusa_heads.inference.engine.capability import capability
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.dynamic_tree import DYNAMIC_RANKS, best_first_tree
+from medusa_heads.trees.on_host import best_first_on_host
 from medusa_heads.trees.tree import TokenTree, TreeShape, cartesian_choices
 
 
@@ -135,14 +136,8 @@ class DraftModelDrafter(Drafter):
             best = walk.read(above_BF if level else None).topk(self._ranks, dim=-1)
             return best.indices, best.values.clamp_min(torch.finfo(torch.float32).tiny).log()
 
-        return best_first_tree(
-            state.roots_B,
-            guess,
-            self.num_nodes - 1,
-            self._depth,
-            self._width,
-            narrows=state.on_host,
-        )
+        grow = best_first_on_host if state.on_host else best_first_tree
+        return grow(state.roots_B, guess, self.num_nodes - 1, self._depth, self._width)
 
 
 class AdaptiveTree:
