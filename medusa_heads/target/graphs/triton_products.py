@@ -29,15 +29,7 @@ class Blocks(NamedTuple):
     stages: int
 
 
-BLOCKS = (
-    Blocks(16, 256, 4, 4),
-    Blocks(32, 128, 4, 5),
-    Blocks(32, 256, 4, 3),
-    Blocks(16, 512, 4, 3),
-    Blocks(64, 128, 4, 4),
-    Blocks(32, 64, 4, 4),
-    Blocks(64, 64, 4, 3),
-)
+BLOCKS = (Blocks(32, 128, 4, 5), Blocks(32, 64, 4, 4), Blocks(64, 64, 4, 3))
 
 
 def products(x_ND: Tensor, matrices: Sequence[Tensor], which: int) -> list[Tensor]:

@@ -32,7 +32,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
 
 
 @pytest.mark.parametrize("which", range(len(triton_products.BLOCKS)))
-@pytest.mark.parametrize("outputs", [[64, 128], [128, 64, 64]])
+@pytest.mark.parametrize("outputs", [[64], [64, 128], [128, 64, 64]])
 def test_they_say_what_products_say(outputs: list[int], which: int) -> None:
     x, matrices = (
         numbers(2, 3, 512),
@@ -99,7 +99,7 @@ def test_others_stay(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joined, "fastest", lambda *sizes: groups.append(sizes[-1]))
     with torch.inference_mode():
         join_products(traced(function))
-    assert groups in ([], [[64, 32]])
+    assert groups in ([], [[128], [64, 32]])
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU it is measured")
@@ -113,8 +113,8 @@ def test_what_was_measured_decides(cache: Path) -> None:
         Measurements().write(KIND, facts, {"one by one": seconds.pop("alone"), **seconds})
         return [*sizes.values()]
 
-    assert fastest(gpu, half, *measured(alone=3e-5, **{"1": 2e-5, "3": 1e-5})) == 3
-    assert fastest(gpu, half, *measured(alone=1e-5, **{"1": 2e-5})) is None
+    assert fastest(gpu, half, *measured(alone=3e-5, **{"0": 2e-5, "2": 1e-5})) == 2
+    assert fastest(gpu, half, *measured(alone=2.05e-5, **{"1": 2e-5})) is None
     assert fastest(gpu, half, *measured(alone=1e-5)) is None
     with pytest.warns(MedusaWarning, match="products go on one by one"):  # there is no GPU
         assert fastest(gpu, half, *measured(alone=-1.0)) is None
