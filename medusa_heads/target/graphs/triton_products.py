@@ -33,7 +33,9 @@ BLOCKS = (Blocks(32, 128, 4, 5), Blocks(32, 64, 4, 4), Blocks(64, 64, 4, 3))
 
 
 def products(x_ND: Tensor, matrices: Sequence[Tensor], which: int) -> list[Tensor]:
-    """x_ND @ matrix_OD.T of each, [N, O], by one of the BLOCKS, which divide D and all O."""
+    """x_ND @ matrix_OD.T of each, [N, O], by one of the BLOCKS, which divide D and all O.
+
+    All lie in order."""
     tokens, inputs = x_ND.shape
     blocks, outputs = BLOCKS[which], [len(matrix) for matrix in matrices]
     results = [x_ND.new_empty(tokens, size) for size in outputs]

@@ -46,6 +46,14 @@ def test_they_say_what_products_say(outputs: list[int], which: int) -> None:
     torch.library.opcheck(torch.ops.medusa_heads.joined_products.default, (x, matrices, which))
 
 
+@pytest.mark.parametrize("shape", [(1, 4, 512), (3, 2, 512), (6, 512), (0, 512)])
+def test_of_tokens_that_lie_apart(shape: tuple[int, ...]) -> None:
+    """As half of what another product made."""
+    x, matrices = numbers(*shape[:-1], 1024)[..., 512:], [numbers(64, 512), numbers(32, 512)]
+    for own, matrix in zip(joined_products(x, matrices, 1), matrices, strict=True):
+        torch.testing.assert_close(own, linear(x, matrix), rtol=2e-2, atol=2e-1)
+
+
 def layer(dtype: torch.dtype, tokens: int = 4, between: Callable[..., Any] = lambda *_: 0) -> Any:
     """What multiplies one input three times, and what is between the products."""
     x, cache = numbers(1, tokens, 512, dtype=dtype), numbers(64, dtype=dtype)
@@ -116,6 +124,9 @@ def test_what_was_measured_decides(cache: Path) -> None:
     assert fastest(gpu, half, *measured(alone=3e-5, **{"0": 2e-5, "2": 1e-5})) == 2
     assert fastest(gpu, half, *measured(alone=2.05e-5, **{"1": 2e-5})) is None
     assert fastest(gpu, half, *measured(alone=1e-5)) is None
+    # What somebody else wrote there.
+    assert fastest(gpu, half, *measured(alone=3e-5, **{"0": 2e-5, "7": 1e-5, "-1": 1e-5})) == 0
+    assert fastest(gpu, half, *measured(alone=3e-5, other=1e-5)) is None
     with pytest.warns(MedusaWarning, match="products go on one by one"):  # there is no GPU
         assert fastest(gpu, half, *measured(alone=-1.0)) is None
     assert fastest(torch.device("cpu"), half, *SIZES.values()) is None
