@@ -116,7 +116,7 @@ def best_first_tree(
     beyond the levels is added where the tree has the tail's beginning. Nodes stand in order of
     depth.
     """
-    scores_BF = torch.zeros(len(roots_B), 1, device=roots_B.device)
+    scores_BF = torch.zeros(len(roots_B), 1, dtype=torch.float, device=roots_B.device)
     asked_BF = torch.zeros_like(scores_BF, dtype=torch.long)  # the root stands behind no other
     paths_BFJ = roots_B[:, None, None]
     scores, parents, tokens = [scores_BF], [asked_BF - 1], [roots_B[:, None]]

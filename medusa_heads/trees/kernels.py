@@ -95,9 +95,10 @@ def _agree(device: torch.device) -> bool:
     """Whether the kernels make the tree that torch makes, of a few random offers."""
     random = torch.Generator().manual_seed(0)
     batch, paths, ranks, kept = 2, 3, 5, 8
-    scores_BF = -torch.rand(batch, paths, generator=random).to(device)
+    options: Any = {"generator": random, "dtype": torch.float}
+    scores_BF = -torch.rand(batch, paths, **options).to(device)
     tokens_BFR = torch.randint(99, (batch, paths, ranks), generator=random).to(device)
-    logs_BFR = -torch.rand(batch, paths, ranks, generator=random).to(device)
+    logs_BFR = -torch.rand(batch, paths, ranks, **options).to(device)
     given = scores_BF, tokens_BFR, logs_BFR, tokens_BFR[..., :2], kept, 4, True
     expected: list[Tensor] = [*levels.grown_level(*given)]
     made: list[Tensor] = [*grown_level(*given, SUREST, NEVER)]

@@ -70,7 +70,8 @@ def choose_nodes(
     """The tree of the likeliest candidates: tokens, parents, depths, ancestors, log-probabilities,
     scores and ranks of its nodes, in the order of the candidates."""
     batch, count = scores_BC.shape
-    spare_BC, places_BC = torch.empty_like(scores_BC), tokens_BC.new_empty(batch, count)
+    spare_BC = scores_BC.new_empty(batch, count, dtype=torch.float)
+    places_BC = tokens_BC.new_empty(batch, count)
     tokens_BN, parents_BN, depth_BN, ranks_BN, jumps_BN, words_BN = (
         tokens_BC.new_empty(batch, nodes) for _ in range(6)
     )
@@ -228,11 +229,13 @@ def _choose_nodes(  # type: ignore[no-untyped-def]
     place_C = tl.arange(0, BLOCK_C)
     there_C = place_C < C
     depth_C = tl.load(depths + b * depth_b + place_C * depth_c, mask=there_C, other=0)
-    score_C = tl.load(scores + place_C, mask=there_C, other=0.0)
+    score_C = tl.load(scores + place_C, mask=there_C, other=0.0).to(tl.float32)
     # Where a child is as likely as its parent, the parent comes first.
     value_C = score_C - deeper * depth_C.to(tl.float32)
     tl.store(spare + place_C, value_C, mask=there_C)
     tl.debug_barrier()
+    # As it stands there: rounded otherwise, two might have one rank.
+    value_C = tl.load(spare + place_C, mask=there_C, other=float("-inf"))
     rank_C = _ranks_of(spare, value_C, place_C, C)
     chosen_C = (rank_C < N) & there_C
     node_C = tl.cumsum(chosen_C.to(tl.int32), 0) - chosen_C.to(tl.int32)

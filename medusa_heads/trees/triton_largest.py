@@ -7,8 +7,6 @@ Shapes: R rows, V columns, K that are looked for, P of all blocks.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -22,9 +20,8 @@ def largest(x_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     rows, columns = x_RV.shape
     x_RV = x_RV.contiguous()
     blocks = triton.cdiv(columns, _COLUMNS)
-    options: Any = {"device": x_RV.device}
-    keys_RP = torch.empty(rows, blocks * count, **options)
-    places_RP = torch.empty(rows, blocks * count, dtype=torch.int32, **options)
+    keys_RP = x_RV.new_empty(rows, blocks * count, dtype=torch.float)
+    places_RP = keys_RP.new_empty(rows, blocks * count, dtype=torch.int32)
     values_RK, ids_RK = x_RV.new_empty(rows, count), keys_RP.new_empty(rows, count).long()
     _largest_of_block[(rows, blocks)](
         x_RV, keys_RP, places_RP, columns, blocks, COUNT=count, BLOCK=_COLUMNS, num_warps=4

@@ -158,6 +158,37 @@ def test_the_largest_of_what_is_no_number() -> None:
         assert len(set(own)) == 5 and max(own) < 3000
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_candidates_are_ranked_as_exactly_as_they_are_compared(dtype: torch.dtype) -> None:
+    """Or several had one rank, and more than the nodes were written."""
+    random = torch.Generator().manual_seed(7)
+    scores_BC = -torch.rand(B, 50, generator=random).cumsum(dim=1).to(DEVICE, dtype)
+    depth_C = torch.arange(50, device=DEVICE)
+    given: Any = scores_BC, depth_C.expand(B, -1), (depth_C - 1).expand(B, -1)
+    made = levels.Chosen(*kernels.chosen_nodes(*given, depth_C.expand(B, -1), 20, levels.DEEPER))
+    assert made.ranks_BN.tolist() == made.tokens_BN.tolist() == [list(range(20))] * B
+    assert torch.equal(made.path_scores_BN, scores_BC[:, :20])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.usefixtures("served")
+def test_no_default_of_torch_tells_how_exact_they_are(dtype: torch.dtype) -> None:
+    guess, _ = chances(small=False)
+    roots_B = torch.tensor([0, 4, 8], device=DEVICE)
+    x = 1 + torch.arange(5000, device=DEVICE).flip(0)[None] / 10000
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        assert kernels._agree(torch.device(DEVICE))
+        assert kernels.best(x, 5)[1].tolist() == [[0, 1, 2, 3, 4]]
+        tree = best_first_tree(roots_B, guess, 9, 3, 10)
+    finally:
+        torch.set_default_dtype(before)
+    assert tree.ranked is not None and tree.ranked.scores_BN.dtype == torch.float
+    expected = best_first_tree(roots_B, guess, 9, 3, 10)
+    assert_same([tree.tokens_BN, *tree.ranked], [expected.tokens_BN, *(expected.ranked or ())])
+
+
 def test_kernels_serve_where_they_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 7)
     monkeypatch.setattr(kernels, "_known", {})
