@@ -52,7 +52,8 @@ def put_rows(buffer: Tensor, dim: int, places_A: Tensor, rows: Tensor) -> None:
 
 def _wide(buffer: Tensor, dim: int, places_A: Tensor, rows: Tensor) -> None:
     # A GPU writes number by number: four of 16 bits are written as one of 64.
-    if buffer.shape[-1] * buffer.element_size() % 8 == 0:
+    whole = buffer.shape[-1] * buffer.element_size() % 8 == 0
+    if whole and rows.dtype == buffer.dtype:
         buffer, rows = buffer.view(torch.int64), rows.contiguous().view(torch.int64)
     buffer.index_copy_(dim, places_A, rows)
 

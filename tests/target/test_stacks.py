@@ -131,6 +131,14 @@ def test_rows_are_put_whole(dtype: torch.dtype, width: int, dim: int) -> None:
     assert watched.written == {buffer.untyped_storage().data_ptr(): dtype}
 
 
+def test_rows_of_another_type_are_no_numbers_of_this_one() -> None:
+    """As numbers of 64 bits they would be."""
+    buffer, places_A = torch.zeros(2, 6, 4, dtype=torch.bfloat16), torch.tensor([1, 5])
+    with pytest.raises(RuntimeError, match="same dtype"):
+        _put_wide(buffer, 1, places_A, torch.ones(2, 2, 4, dtype=torch.float16))
+    assert not buffer.any()
+
+
 @pytest.mark.parametrize("layers", [1, 16])
 def test_a_cache_that_inference_mode_made_is_written_outside_of_it(layers: int) -> None:
     """Also one that is handed out as a copy of another's rows."""
