@@ -38,7 +38,8 @@ _known: dict[str, int | None] = {}
 def join_products(program: Program) -> None:
     """Let each group of products in it be one, where that is faster."""
     graph = program.operations
-    for group in list(_groups(graph)):
+    groups = [] if program.reshapes else list(_groups(graph))
+    for group in groups:
         tokens, matrix = (node.meta["like"] for node in group[0].args[:2])  # type: ignore[union-attr]
         outputs = [node.args[1].meta["like"].shape[0] for node in group]  # type: ignore[union-attr]
         count, inputs = tokens.shape[:-1].numel(), matrix.shape[1]

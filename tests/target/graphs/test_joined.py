@@ -110,6 +110,25 @@ def test_others_stay(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert groups in ([], [[128], [64, 32]])
 
 
+def test_where_a_shape_changes_in_place_all_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, matrices = numbers(4, 512), [numbers(512, 512) for _ in range(2)]
+
+    def function() -> list[Tensor]:
+        for matrix in matrices:
+            matrix.t_()  # it does not lie in order any more
+        return [linear(x, matrix) for matrix in matrices]
+
+    monkeypatch.setattr(joined, "fastest", lambda *sizes: 1)
+    with torch.inference_mode():
+        program = traced(function)
+        program()  # which turns them back
+        expected = program()
+        program()
+        join_products(program)
+        for own, other in zip(program(), expected, strict=True):
+            torch.testing.assert_close(own, other)
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU it is measured")
 def test_what_was_measured_decides(cache: Path) -> None:
     gpu, half = torch.device("cuda", 0), torch.bfloat16
