@@ -111,10 +111,8 @@ def best_first_tree(
     hence the likeliest `num_drafted` paths form a tree, and each level need keep no more than that
     many. All rows are expanded at once, level by level: no loop over nodes. The guesses make at
     least as many nodes. At a `width`, only so many paths of each level, the likeliest, are asked to
-    go on; where asking costs, little is lost by it. Where it `narrows`, those that can be in no
-    tree any more are not asked, either; the host looks, and shapes are not fixed. What a tail has
-    beyond the levels is added where the tree has the tail's beginning. Nodes stand in order of
-    depth.
+    go on; where asking costs, little is lost by it. What a tail has beyond the levels is added
+    where the tree has the tail's beginning. Nodes stand in order of depth.
     """
     scores_BF = torch.zeros(len(roots_B), 1, dtype=torch.float, device=roots_B.device)
     asked_BF = torch.zeros_like(scores_BF, dtype=torch.long)  # the root stands behind no other
