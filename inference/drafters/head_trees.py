@@ -210,7 +210,7 @@ class SequentialDrafter(StaticDrafter):
         ranking = as_drawn(self._ranking, state)
         tokens_BN = roots_B.new_empty(len(roots_B), self.num_nodes)
         tokens_BN[:, 0] = roots_B
-        log_probs_BN = torch.zeros(tokens_BN.shape, device=roots_B.device)  # the root is certain
+        log_probs_BN = torch.zeros_like(tokens_BN, dtype=torch.float)  # the root is certain
         paths_BFJ, above_N = roots_B[:, None, None], roots_B.new_zeros(1)
         for depth, level in enumerate(places):
             paths_BFJ = paths_BFJ.index_select(1, level.going_on_F)

@@ -165,7 +165,7 @@ class RecycledTrees(Drafter):
                 successors_VR = torch.arange(self._shape[1], device=device).repeat(
                     self._shape[0], 1
                 )
-                log_chances_VR = torch.full(self._shape, LEAST, device=device)
+                log_chances_VR = torch.full(self._shape, LEAST, dtype=torch.float, device=device)
             for kept in (successors_VR, log_chances_VR):
                 torch._dynamo.mark_static_address(kept)
             self._kept = successors_VR, log_chances_VR

@@ -158,7 +158,7 @@ def _counted(keys_B: Tensor, numbers_BF: Tensor, tokens_BFC: Tensor) -> Tensor:
 @_counted.register_fake
 def _(keys_B: Tensor, numbers_BF: Tensor, tokens_BFC: Tensor) -> Tensor:
     shape = torch.broadcast_shapes((*numbers_BF.shape, 1), tokens_BFC.shape)
-    return torch.empty(shape, device=tokens_BFC.device)
+    return torch.empty(shape, dtype=torch.float, device=tokens_BFC.device)
 
 
 def _if_known(tokens: Tensor, noisiest: Tensor) -> Tensor:

@@ -74,8 +74,9 @@ class TokenTree:
     @staticmethod
     def root_only(tokens_B: Tensor) -> TokenTree:
         """A tree without drafts: verifying it is one step of plain decoding."""
-        certain_B1 = torch.zeros(len(tokens_B), 1, device=tokens_B.device)
-        return _WITHOUT_DRAFTS.tree(tokens_B[:, None], certain_B1)
+        roots_B1 = tokens_B[:, None]
+        certain_B1 = torch.zeros_like(roots_B1, dtype=torch.float)
+        return _WITHOUT_DRAFTS.tree(roots_B1, certain_B1)
 
     def chain_lengths(self) -> list[int]:
         """How many of each row's first nodes follow each other, each the child of the one before

@@ -51,7 +51,7 @@ class Walk:
         roots_B1 = state.roots_B[:, None]
         self.paths_BFJ = roots_B1[..., None][..., :0]
         self._tokens = [roots_B1]
-        self._log_probs = [torch.zeros(roots_B1.shape, device=roots_B1.device)]
+        self._log_probs = [torch.zeros_like(roots_B1, dtype=torch.float)]
         self._level = 0
 
     def read(self, above_BF: Tensor | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache, partial
 from itertools import product
 from types import SimpleNamespace
@@ -212,3 +213,24 @@ def test_layers_over_the_text_read_on_as_if_from_the_start(
     options.pop("prefill_chunk_size", None)
     assert torch.equal(got_BT, reference(target, input_ids=ids_BT, **options))
     assert drafter.compared > 15
+
+
+@pytest.mark.parametrize(
+    ("kind", "tree", "compile"), [("hydra", "7", False), ("medusa", "auto", "steps")]
+)
+def test_the_default_type_of_torch_is_of_new_models_alone(
+    tiny_llama: TinyLlama, kind: str, tree: str, compile: Any
+) -> None:
+    model: Any = tiny_llama(num_layers=1).to(DEVICE)
+    given: Any = {"input_ids": torch.arange(12, device=DEVICE)[None] % 5 + 1}
+    given |= {"max_new_tokens": 20, "do_sample": False}
+    right = reference(model, **given)
+    heads, before = random_heads(model, kind=kind), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        medusa = MedusaModel(model, heads, tree=tree, compile=compile, compile_backend="eager")
+        with medusa.target.uncompiled() if compile else nullcontext():  # type: ignore[attr-defined]
+            made: Any = medusa.generate(**given)
+            assert torch.equal(made, right)
+    finally:
+        torch.set_default_dtype(before)
