@@ -29,7 +29,8 @@ KIND = "products"
 _MOST_TOKENS, _MOST_MATRICES = 64, 3
 _HALF = (torch.bfloat16, torch.float16)
 _GAIN = 1.03  # times as fast, in graphs that take turns, which differ by less
-_READ = 256 << 20  # bytes of matrices that take turns, more than a GPU's own memory holds; of one, at most
+# Bytes of matrices that take turns, more than a GPU's own memory holds; and of one at most.
+_READ = 256 << 20
 
 _known: dict[str, int | None] = {}
 
