@@ -31,6 +31,7 @@ _HALF = (torch.bfloat16, torch.float16)
 _GAIN = 1.03  # times as fast, in graphs that take turns, which differ by less
 # Bytes of matrices that take turns, more than a GPU's own memory holds; and of one at most.
 _READ = 256 << 20
+_MOST_LAYERS = 256  # of small matrices, which a GPU's own memory may hold where they are used, too
 
 _known: dict[str, int | None] = {}
 
@@ -150,7 +151,8 @@ def _seconds(
         return torch.randn(shape, generator=random, device=device, dtype=dtype)
 
     x_ND, of_one = numbers(tokens, inputs), sum(outputs) * inputs * dtype.itemsize
-    layers = [[numbers(size, inputs) for size in outputs] for _ in range(1 + _READ // of_one)]
+    count = min(1 + _READ // of_one, _MOST_LAYERS)
+    layers = [[numbers(size, inputs) for size in outputs] for _ in range(count)]
     expected = torch.cat([linear(x_ND, matrix) for matrix in layers[0]], dim=1).float()
 
     def alone(*matrices: Tensor) -> object:
