@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_heads.pictures import DARK, LIGHT, Bar, Line, apart, draw_bars, draw_lines, save_picture
@@ -17,6 +17,7 @@ LINES = [Line(f"method {i}", [(1.0, 1.0), (16.0, 2.0 + 0.01 * i)]) for i in rang
 BARS = [Bar(f"a method of number {i}", 0.9 + 0.02 * i, 0.8, 1.4, i % 2 == 0) for i in range(13)]
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-5, 5), max_size=12), st.floats(0.01, 1))
 def test_places_are_apart_and_in_order(places: list[float], gap: float) -> None:
     moved = apart(sorted(places), gap)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -85,6 +85,7 @@ def test_a_text_that_is_cut_in_a_character_keeps_those_before(
 TOKENS = st.integers(1, 260).filter(lambda token: token != 1 + ord(" "))
 
 
+@settings(deadline=None)
 @given(st.text("aક\n", max_size=6), st.lists(TOKENS, max_size=24), st.integers(2, 9))
 def test_the_steps_of_a_text_say_nothing_of_it(
     tokenizer: Tokenizer, prompt: str, tokens: list[int], step: int

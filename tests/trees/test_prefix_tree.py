@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_heads.trees.prefix_tree import PrefixTree, to_token_tree
@@ -38,6 +38,7 @@ def test_each_further_token_counts_less_than_the_one_before_it() -> None:
     assert tree.nearer == pytest.approx([0.0, 0.8, 1.0, 1.2, 1.275])  # by depth 1, 1/2, 1/4
 
 
+@settings(deadline=None)
 @given(NODES)
 def test_no_depth_promises_more_than_a_token(nodes: list[tuple[int, float]]) -> None:
     tree = grown(nodes)
@@ -46,6 +47,7 @@ def test_no_depth_promises_more_than_a_token(nodes: list[tuple[int, float]]) -> 
     assert sums[-1] <= max(tree.depth) + 1e-9
 
 
+@settings(deadline=None)
 @given(st.lists(NODES, min_size=1, max_size=3), st.integers(0, 12), st.integers(1, 9))
 def test_rows_of_a_batch_get_one_size(
     batch: list[list[tuple[int, float]]], drafted: int, at_least: int

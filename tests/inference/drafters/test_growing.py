@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_heads.inference.adapt.evidence import Evidence
@@ -40,6 +40,7 @@ CHANCES = st.lists(st.floats(0.05, 0.3), min_size=3, max_size=3)
 PATHS = [(), *((a,) for a in range(3)), *((a, b) for a in range(3) for b in range(3))]
 
 
+@settings(deadline=None)
 @given(st.fixed_dictionaries(dict.fromkeys(PATHS, CHANCES)), st.integers(0, 14))
 def test_the_likeliest_nodes_in_order(
     chances: dict[tuple[int, ...], list[float]], most: int

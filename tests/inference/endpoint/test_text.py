@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_heads.inference.endpoint.text import Text
@@ -36,6 +36,7 @@ def write(
     return [piece for piece, ending in told if ending is None], told[-1][1]
 
 
+@settings(deadline=None)
 @given(STEPS)
 def test_pieces_are_the_text(steps: list[list[int]]) -> None:
     pieces, ending = write(Text([], 99), steps)
@@ -73,6 +74,7 @@ def test_strings_to_stop_at(
     assert ending == ("stop" if any(each in whole for each in stop) else "length")
 
 
+@settings(deadline=None)
 @given(STEPS, st.integers(1, 3))
 def test_where_a_text_stops_does_not_depend_on_its_steps(steps: list[list[int]], n: int) -> None:
     tokens = [65 + token % 3 for step in steps for token in step]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
@@ -21,6 +21,7 @@ from medusa_heads.inference.lookup.corpus_index import LONGEST, CorpusIndex
 TOKENS = st.lists(st.integers(0, 2), max_size=40)
 
 
+@settings(deadline=None)
 @given(st.lists(TOKENS, min_size=1, max_size=4), TOKENS, st.integers(0, 5))
 @example([[0] * 18], [0], 1)
 def test_finds_what_a_search_finds(documents: list[list[int]], text: list[int], most: int) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_heads.inference.lookup.suffix_automaton import Continuation, SuffixAutomaton
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2), max_size=60))
 def test_finds_what_a_search_finds(text: list[int]) -> None:
     automaton = SuffixAutomaton()
