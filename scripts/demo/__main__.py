@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from rich.console import Console
 
 from medusa_heads.cli import train_heads
-from medusa_heads.cli.flags.arguments import run_command
+from medusa_heads.cli.flags.arguments import command, run_command
 from medusa_heads.files import read_json, replace_json
 from medusa_heads.machine.products import dtype_name
 from scripts.demo.plan import Plan
@@ -55,10 +55,10 @@ class Stage:
     run: Callable[[], int]
 
 
-def main() -> int:
+def demo() -> int:
     """Run the demo; returns the exit code."""
     os.chdir(ROOT)  # the paths of the configuration are relative to the repository
-    return run_command(lambda: run_demo(Recipe(), Console()), prog="demo")
+    return run_demo(Recipe(), Console())
 
 
 def run_demo(recipe: Recipe, console: Console) -> int:
@@ -144,6 +144,8 @@ def _done(recipe: Recipe) -> dict[str, Any]:
     except ValueError:
         return {}
 
+
+main = command("demo", demo, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -123,7 +123,8 @@ class PretrainArguments(TrainingArguments):
 
 def main(argv: list[str] | None = None) -> None:
     """Run the whole recipe; `argv` defaults to the command line."""
-    parser: Any = HfArgumentParser((TargetArguments, PretrainArguments))  # type: ignore[arg-type]
+    kinds: Any = (TargetArguments, PretrainArguments)
+    parser: Any = HfArgumentParser(kinds, allow_abbrev=False)
     parser.error = _refuse  # argparse would print the usage, several screens long
     arguments, training = parser.parse_args_into_dataclasses(args=argv)
     if arguments.evaluate is not None:

@@ -12,7 +12,7 @@ import torch
 import yaml
 from rich.console import Console
 
-from scripts.demo.__main__ import run_demo
+from scripts.demo.__main__ import main, run_demo
 from scripts.demo.plan import Amounts, Plan
 from scripts.demo.recipe import METHODS, Recipe
 from scripts.demo.screen import findings, shortened
@@ -41,6 +41,20 @@ def small(short_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         methods=tuple(name for name in METHODS if name != "plain-compiled"),
         new_tokens=8,
     )
+
+
+@pytest.mark.parametrize(
+    ("flag", "code", "said"), [("--help", 0, "usage: demo"), ("--fast", 2, "'--fast'")]
+)
+def test_flags_are_answered_before_anything_runs(
+    flag: str, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        assert main([flag]) == code
+    except SystemExit as left:
+        assert left.code == code
+    shown = capsys.readouterr()
+    assert said in shown.out + shown.err and "Trying how fast" not in shown.out
 
 
 def run(recipe: Recipe) -> str:

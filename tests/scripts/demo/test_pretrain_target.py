@@ -91,6 +91,7 @@ def test_names_a_package_that_is_not_installed(recipe: ModuleType, tmp_path: Pat
         (["--sequence_length", "0"], "sequence_length must be at least 1, got 0"),
         (["--model_type", "gpt"], "invalid choice: 'gpt'"),
         (["--no_such_flag", "3"], "--no_such_flag"),
+        (["--sequence_len", "32"], "--sequence_len"),
     ],
     ids=str,
 )
