@@ -189,6 +189,7 @@ class HeadsConfig:
         """Plain values, as they are written to a checkpoint. Versions that know of no correction
         and no features and no decoder still read heads that have none."""
         values = asdict(self) | {"features": self.features and list(self.features)}
+        values["decoder"] = self.decoder and self.decoder.to_dict()
         later = ("correction_rank", "features", "decoder")
         return {k: v for k, v in values.items() if k not in later or v is not None}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
 from medusa_heads.settings import MOST, one_of, sizes, switches
@@ -15,6 +15,7 @@ _NUMBERS = (
     *("rope_theta", "factor", _LONGEST, "low_freq_factor", "high_freq_factor", "beta_fast"),
     *("beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
 )
+_LATER = (("norm_output", False),)  # what is not written: earlier versions know no such name
 _SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
 
 _Shape = TypeVar("_Shape", bound="LayerShape")
@@ -86,7 +87,7 @@ class LayerShape:
 
     @classmethod
     def from_dict(cls: type[_Shape], values: Any) -> _Shape:
-        """Read what `asdict` wrote. Raises ValueError: it is none such."""
+        """Read what `to_dict` wrote. Raises ValueError: it is none such."""
         if not isinstance(values, Mapping):
             raise ValueError(f"decoder must be an object, got {values!r}")
         known = {part.name for part in fields(cls)}
@@ -95,6 +96,12 @@ class LayerShape:
         if missing := [name for name in _SIZES if name not in values]:
             raise ValueError(f"the decoder's shape lacks {missing}")
         return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as `from_dict` reads them. Versions that know of no norm_output still read
+        layers without it."""
+        values = asdict(self)
+        return {name: value for name, value in values.items() if (name, value) not in _LATER}
 
     @classmethod
     def of_width(cls: type[_Shape], hidden_size: int) -> _Shape:
@@ -120,10 +127,13 @@ class DecoderShape(LayerShape):
         norm_before_residual: the layer's output is added to its normalised input.
         feature_norm: what is normalised of several features before they are made one: `"each"`,
             `"all"` side by side, or `"none"`.
+        norm_output: each later step reads what stands behind the last norm, as the vocabulary
+            matrix does, and not what came out of the layer before it (EAGLE-3.1).
     """
 
     norm_before_residual: bool = True
     feature_norm: Literal["each", "all", "none"] = "each"
+    norm_output: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

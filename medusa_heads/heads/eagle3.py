@@ -3,7 +3,8 @@
 At position t it reads the target's hidden state and the embedding of token t + 1, and attends over
 what it read before; what comes out yields token t + 2. For a later token it reads what it put out
 in place of the hidden state. It learns that way too, and is given no other example of what it
-should put out: training-time test.
+should put out: training-time test. With norm_output (EAGLE-3.1) it reads what stands behind the
+last norm, whose size does not grow from step to step.
 
 The layer is a Llama layer of transformers whose projections take two inputs side by side, and has
 the names that EAGLE-3's checkpoints have.
@@ -11,7 +12,7 @@ the names that EAGLE-3's checkpoints have.
 Shapes: B batch, T tokens, F paths, J tokens of a path, S slots, K steps, D hidden, E = K * D,
 N features, X columns of hidden states with features, V vocabulary.
 Source: Li et al. 2025, "EAGLE-3: scaling up inference acceleration of large language models via
-training-time test", arXiv:2503.01840, section 3.
+training-time test", arXiv:2503.01840, section 3; of norm_output vLLM's pull request 42764.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ class Eagle3Decoder(nn.Module):
         super().__init__()
         self.midlayer = Eagle3Layer(hidden_size, shape)
         self.norm = nn.RMSNorm(hidden_size, eps=shape.rms_norm_eps)
+        self._norm_output = shape.norm_output
         if not num_features:
             return
         norm, wide = partial(nn.RMSNorm, eps=shape.rms_norm_eps), num_features * hidden_size
@@ -114,6 +116,14 @@ class Eagle3Decoder(nn.Module):
         nn.init.zeros_(self.fc.weight)
         with torch.no_grad():
             self.fc.weight[:, -hidden_size:].fill_diagonal_(1.0)
+
+    def handed_on(self, out_RD: Tensor) -> Tensor:
+        """What the next step reads of what came out of the layer."""
+        return self.norm(out_RD) if self._norm_output else out_RD
+
+    def normed(self, state_RD: Tensor) -> Tensor:
+        """What the vocabulary matrix reads of what the next step reads: normalised once."""
+        return state_RD if self._norm_output else self.norm(state_RD)
 
     def fuse(self, features_RX: Tensor) -> Tensor:
         """One state of the features, side by side: (..., N * D) -> (..., D)."""
@@ -165,7 +175,7 @@ class Eagle3Heads(DecoderHeads):
                 chains.visible(step),
                 cache,
             )
-            out.append(self.decoder.norm(x_BTD))
+            out.append(self.decoder.normed(x_BTD))
         return torch.cat(out, dim=-1)
 
     def read(
@@ -176,7 +186,7 @@ class Eagle3Heads(DecoderHeads):
         visible_BTS: Tensor,
         cache: Any,
     ) -> Tensor:
-        """What comes out of the layer, before the norm; see Eagle3Layer."""
+        """What the next step reads in place of the hidden states; see Eagle3Layer."""
         dtype = self.dtype
         out_BTD: Tensor = self.decoder.midlayer(
             hidden_BTD.to(dtype),
@@ -185,7 +195,7 @@ class Eagle3Heads(DecoderHeads):
             visible_BTS,
             cache,
         )
-        return out_BTD
+        return self.decoder.handed_on(out_BTD)
 
     def keys_and_values(
         self, hidden_BTD: Tensor, following_BT: Tensor, positions_BT: Tensor
@@ -222,7 +232,7 @@ class Branches:
 
     Args:
         cache: holds the text, and takes the nodes behind it.
-        ends_BD: what came out at the text's end.
+        ends_BD: what `read` gave at the text's end.
         positions_B: where that stands in the text.
         visible_BS: which of the cache's slots are the row's text.
     """
@@ -253,4 +263,4 @@ class Branches:
             self._out_BFD = heads.read(
                 out_BFD, paths_BFJ[:, :, -1], positions_BF, self._sees_BFS, self._cache
             )
-        return heads.project(0, heads.decoder.norm(self._out_BFD)), None
+        return heads.project(0, heads.decoder.normed(self._out_BFD)), None

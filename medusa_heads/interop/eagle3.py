@@ -52,6 +52,7 @@ def written(
     layers = layer_settings(config, shape, "llama")
     said: dict[str, Any] = {
         "norm_before_residual": shape.norm_before_residual,
+        "norm_output": shape.norm_output,
         "dtype": str(tensors["norm.weight"].dtype).removeprefix("torch."),
     }
     if features:
@@ -107,11 +108,6 @@ def read(
         notices.append("it has no vocabulary matrix of its own: the target's is read")
     check_width(source, layers, hidden_size)
     agree(source, "num_hidden_layers", layers.get("num_hidden_layers"), 1)
-    if one_of_said((layers, *said), "norm_output"):
-        raise ValueError(
-            f"{source.name!r} reads its own output behind the last norm (norm_output): heads here "
-            "read it before"
-        )
     config = HeadsConfig(
         kind="eagle3",
         num_heads=steps_said(source, notices),
@@ -140,7 +136,8 @@ def _shape(said: Sequence[Mapping[str, Any]], layers: Mapping[str, Any], rows: i
         before = "speculators_model_type" in said[0]
     each, together = (one_of_said(said, key) for key in ("fc_norm", "norm_before_fc"))
     norm = "each" if each else "all" if together else "none"
-    ours = {"norm_before_residual": before, "feature_norm": norm}
+    behind = one_of_said((*said, layers), "norm_output")
+    ours = {"norm_before_residual": before, "feature_norm": norm, "norm_output": behind or False}
     return DecoderShape.from_dict(shape_said(layers, rows) | ours)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from medusa_heads.checkpoint.files import VOCAB_MATRIX_FILE
 from medusa_heads.checkpoint.provenance import provenance
 from medusa_heads.checkpoint.stored_heads import CONFIG_FILE, SIDECAR_FILE, WEIGHTS_FILE
 from medusa_heads.config import HeadsConfig
+from medusa_heads.decoder_shape import DecoderShape
 from medusa_heads.heads import DraftHeads, new_heads
 from medusa_heads.target.fingerprint import file_sha256
 from medusa_heads.target.target import TargetModel
@@ -49,6 +51,7 @@ def trained(target: TargetModel, **config: object) -> DraftHeads:
         {"kind": "hydra", "prefix_attention": True},
         {"kind": "eagle3", "draft_vocab_size": 20},
         {"kind": "eagle3", "vocab_matrix": "own"},
+        {"kind": "eagle3", "decoder": replace(DecoderShape.of_width(64), norm_output=True)},
         {"kind": "block", "vocab_matrix": "own", "correction_rank": 4},
         {"correction_rank": 4, "draft_vocab_size": 20},
         {"features": [1, 0]},

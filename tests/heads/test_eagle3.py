@@ -29,7 +29,8 @@ GROUPED = DecoderShape(
     attention_bias=True,
 )
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
-SHAPES = {"usual": None, "grouped": GROUPED}
+NORMED = replace(DecoderShape.of_width(64), norm_output=True)
+SHAPES = {"usual": None, "grouped": GROUPED, "norm_output": NORMED}
 
 
 def eagle3(model: Any, **config: Any) -> Eagle3Heads:
@@ -78,12 +79,13 @@ def test_each_step_reads_what_was_put_out_before_it(tiny_llama: TinyLlama, shape
         begun = prefix.following(0)[:, :end], prefix.positions_BT[:, :end]
         out_BTD = heads.read(hidden_BTD[:, :end], *begun, prefix.visible(0)[:, :end, :end], cache)
         out_B1D = out_BTD[:, -1:]
-        torch.testing.assert_close(heads.decoder.norm(out_B1D)[:, 0], encoded_BTKD[:, end - 1, 0])
+        said_BD = heads.decoder.normed(out_B1D)[:, 0]
+        torch.testing.assert_close(said_BD, encoded_BTKD[:, end - 1, 0])
         for step in (1, 2):
             position_BT = torch.full((1, 1), end - 1 + step)
             sees = torch.ones(1, 1, end + step, dtype=torch.bool)
             out_B1D = heads.read(out_B1D, ids_BT[:, [end + step]], position_BT, sees, cache)
-            said_BD = heads.decoder.norm(out_B1D)[:, 0]
+            said_BD = heads.decoder.normed(out_B1D)[:, 0]
             torch.testing.assert_close(said_BD, encoded_BTKD[:, end - 1, step])
 
 
@@ -127,11 +129,11 @@ def test_packed_documents_do_not_see_each_other(tiny_llama: TinyLlama) -> None:
             torch.testing.assert_close(got_BTD[:, : -1 - step], expected_BTD[:, : -1 - step])
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("packed", "shape"), [(False, None), (True, None), (True, NORMED)])
 def test_drafts_behind_places_of_a_text_are_those_of_its_chains(
-    tiny_llama: TinyLlama, packed: bool
+    tiny_llama: TinyLlama, packed: bool, shape: DecoderShape | None
 ) -> None:
-    heads = eagle3(tiny_llama(), vocab_matrix="own", draft_vocab_size=20)
+    heads = eagle3(tiny_llama(), vocab_matrix="own", draft_vocab_size=20, decoder=shape)
     hidden_BTD, ids_BT = text(batch=2)
     position_ids_BT = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0, 1, 2]] * 2) if packed else None
     places_R = torch.tensor([2, 4, 13])
@@ -247,6 +249,7 @@ def test_what_does_not_go_together_is_refused(config: dict[str, Any], expected: 
         ({"rms_norm_eps": 2}, "rms_norm_eps must be between 0 and 1, got 2"),
         ({"feature_norm": "some"}, "feature_norm must be one of"),
         ({"attention_bias": 1}, "attention_bias must be true or false, got 1"),
+        ({"norm_output": "yes"}, "norm_output must be true or false, got 'yes'"),
         ({"rope_parameters": {"rope_type": "magic"}}, "must name a rope_type among"),
         ({"rope_parameters": 3}, "must name a rope_type among"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "rope_theta must be"),

@@ -68,6 +68,17 @@ def eagle3_config(**changed: Any) -> dict[str, Any]:
     return said | changed
 
 
+def speculators_eagle3(steps: int) -> dict[str, Any]:
+    """What speculators says differently."""
+    method = {"proposal_type": "greedy", "speculative_tokens": steps}
+    return {
+        "speculators_model_type": "eagle3",
+        "speculators_config": {"proposal_methods": [method]},
+        "transformer_layer_config": eagle3_config(),
+        "rope_theta": None,
+    }
+
+
 def block(*, reduced: bool = False, corrected: bool = True, layers: int = 2) -> Tensors:
     """Every tensor different, under the names of the authors' files."""
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (D, 2 * D)}

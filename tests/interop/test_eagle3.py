@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,49 +16,39 @@ from torch import Tensor
 from medusa_heads import HeadsConfig, TargetModel, new_heads
 from medusa_heads.checkpoint.checkpoint import load_heads, save_heads
 from medusa_heads.checkpoint.stored_heads import read_stored
+from medusa_heads.decoder_shape import DecoderShape
 from medusa_heads.heads import Eagle3Heads
 from medusa_heads.interop.convert import convert_heads
 from medusa_heads.interop.export import export_heads
+from tests.heads import written_out
 from tests.interop.conftest import Decodes
-from tests.interop.layers import FEW, GROUPS, HEADS, WIDTH, Tensors, eagle3, eagle3_config, written
+from tests.interop.layers import (
+    FEW,
+    GROUPS,
+    HEADS,
+    WIDE,
+    WIDTH,
+    Tensors,
+    eagle3,
+    eagle3_config,
+    speculators_eagle3,
+    written,
+)
 from tests.interop.layouts import D, V, assert_same_bits
+
+SHAPE = DecoderShape(
+    HEADS, GROUPS, WIDTH, WIDE, 1e-5, rope_parameters={"rope_type": "default", "rope_theta": 5e3}
+)
 
 
 def their_logits(
     tensors: Tensors, features_TX: Tensor, embedded_TD: Tensor, *, before: bool = False
 ) -> Tensor:
-    """What the first step says along a text, written out after the authors' model."""
-    of = {name.removeprefix("midlayer."): tensor for name, tensor in tensors.items()}
-
-    def norm(name: str, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (D,), of[f"{name}.weight"], 1e-5)
-
-    def heads(name: str, x: Tensor, count: int) -> Tensor:
-        return (x @ of[f"self_attn.{name}.weight"].T).view(-1, count, WIDTH).transpose(0, 1)
-
-    def turned(x_HTX: Tensor) -> Tensor:
-        steps = torch.arange(0, WIDTH, 2) / WIDTH
-        angles = torch.arange(x_HTX.shape[1])[:, None] * 5000.0**-steps
-        cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([angles.sin()] * 2, -1)
-        first, second = x_HTX.chunk(2, -1)
-        return x_HTX * cos + torch.cat([-second, first], -1) * sin
-
-    hidden_TD = features_TX @ of["fc.weight"].T if "fc.weight" in of else features_TX
-    normed_TD = norm("hidden_norm", hidden_TD)
-    both = torch.cat([norm("input_layernorm", embedded_TD), normed_TD], -1)
-    queries, keys = turned(heads("q_proj", both, HEADS)), turned(heads("k_proj", both, GROUPS))
-    mixed = F.scaled_dot_product_attention(
-        queries[None],
-        keys[None].repeat_interleave(2, 1),
-        heads("v_proj", both, GROUPS)[None].repeat_interleave(2, 1),
-        is_causal=True,
-    )[0]
-    x_TD = normed_TD if before else hidden_TD
-    x_TD = x_TD + mixed.transpose(0, 1).flatten(1) @ of["self_attn.o_proj.weight"].T
-    inner_TD = norm("post_attention_layernorm", x_TD)
-    gate, up = (inner_TD @ of[f"mlp.{name}.weight"].T for name in ("gate_proj", "up_proj"))
-    x_TD = x_TD + (F.silu(gate) * up) @ of["mlp.down_proj.weight"].T
-    return norm("norm", x_TD) @ of["lm_head.weight"].T
+    """What the first step says along a text."""
+    shape = replace(SHAPE, norm_before_residual=before)
+    hidden_TD = features_TX @ tensors["fc.weight"].T if "fc.weight" in tensors else features_TX
+    x_TD = written_out.layer(tensors, shape, hidden_TD, embedded_TD)
+    return F.rms_norm(x_TD, (D,), tensors["norm.weight"], 1e-5) @ tensors["lm_head.weight"].T
 
 
 def our_logits(folder: Path, target: Path, ids_1T: Tensor) -> tuple[Tensor, TargetModel]:
@@ -84,14 +75,7 @@ def test_a_layer_says_what_theirs_says(
         model = TargetModel.from_pretrained(str(target))
         copied_VD = model.get_input_embeddings().weight.detach().clone()
         stored = eagle3(2, "layers.0") | {"embed_tokens.weight": copied_VD}
-        layer = eagle3_config()
-        method = {"proposal_type": "greedy", "speculative_tokens": 3}
-        changed |= {
-            "speculators_model_type": "eagle3",
-            "speculators_config": {"proposal_methods": [method]},
-            "transformer_layer_config": layer,
-            "rope_theta": None,
-        }
+        changed |= speculators_eagle3(steps=3)
         if before:  # which is what is meant where nothing is said
             del changed["norm_before_residual"]
     source = written(tmp_path / "theirs", stored, eagle3_config(**changed))
@@ -108,6 +92,50 @@ def test_a_layer_says_what_theirs_says(
     wrong_TC = their_logits(tensors, features_TX, embedded_TD, before=not before)
     assert not torch.allclose(got_TC[:-1], wrong_TC[:-1], atol=1e-2)
     decodes(converted.folder)
+
+
+SAID: dict[str, dict[str, Any]] = {
+    "authors": {"norm_output": True},
+    "nested": {"eagle_config": {"norm_output": True}},
+    "speculators": speculators_eagle3(steps=5) | {"norm_output": True},
+    "not at all": {},
+}
+
+
+@pytest.mark.parametrize("of", SAID)
+@torch.no_grad()
+def test_steps_go_on_from_where_theirs_do(
+    tmp_path: Path, target: Path, decodes: Decodes, of: str
+) -> None:
+    """Chains of EAGLE-3.1, whose steps read what stands behind the norm; then there and back."""
+    layer = "layers.0" if of == "speculators" else "midlayer"
+    source = written(tmp_path / "theirs", eagle3(2, layer), eagle3_config(**SAID[of]))
+    made = convert_heads(source, tmp_path / "ours", target=str(target))
+    plain = TargetModel.from_pretrained(str(target))
+    heads = load_heads(made.folder, plain).heads
+    shape = heads.config.decoder
+    assert isinstance(shape, DecoderShape) and shape.norm_output == (of != "not at all")
+    model = plain.with_features(heads.config.features)
+    ids_1T = torch.randint(V, (1, 12), generator=torch.Generator().manual_seed(1))
+    hidden_1TX = model.hidden(ids_1T)
+    encoded_KD = heads.features(heads.encode(hidden_1TX, ids_1T)[0, 6])
+    tensors, embedded_TD = eagle3(2), model.get_input_embeddings()(ids_1T[0, 1:])
+    fused_TD = hidden_1TX[0, :7, : 2 * D] @ tensors["fc.weight"].T
+    usual = replace(SHAPE, norm_before_residual=shape.norm_before_residual)
+    behind, instead = (
+        written_out.chain(tensors, usual, fused_TD, embedded_TD, 5, norm_output=each)
+        for each in (shape.norm_output, not shape.norm_output)
+    )
+    torch.testing.assert_close(encoded_KD, behind, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(encoded_KD[1:], instead[1:], atol=1e-2)
+    decodes(made.folder)
+    for to in ("eagle3", "eagle3-speculators"):
+        export_heads(made.folder, tmp_path / to, to, target=str(target))
+        said = json.loads((tmp_path / to / "config.json").read_text())
+        assert said["norm_output"] is shape.norm_output
+        again = convert_heads(tmp_path / to, tmp_path / f"from {to}", target=str(target))
+        assert read_stored(again.folder).config == made.stored.config
+        assert_same_bits(read_stored(again.folder).tensors, made.stored.tensors)
 
 
 @pytest.mark.parametrize(
@@ -170,8 +198,7 @@ ROPE = {
         ({"model_type": "qwen3"}, {}, "holds a layer of 'qwen3': heads here hold Llama's"),
         ({"hidden_act": "gelu"}, {}, "is not of silu"),
         ({"target_hidden_size": 128}, {}, "says target_hidden_size: 128 and its tensors are 64"),
-        ({"norm_output": True}, {}, "reads its own output behind the last norm"),
-        ({"eagle_config": {"norm_output": True}}, {}, "reads its own output behind the last norm"),
+        ({"norm_output": "yes"}, {}, "norm_output must be true or false, got 'yes'"),
         ({"layer_types": ["sliding_attention"], "sliding_window": 8}, {}, "a layer with a window"),
         ({"use_sliding_window": True, "sliding_window": 8}, {}, "a layer with a window"),
         ({"eagle_aux_hidden_state_layer_ids": None}, {}, "does not say which layers it reads"),

@@ -3,6 +3,9 @@ drafts in trees, they say what they say of whole texts."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from medusa_heads import TargetModel
+from medusa_heads import MedusaModel, TargetModel
+from medusa_heads.decoder_shape import DecoderShape
 from medusa_heads.heads import Eagle3Heads
 from medusa_heads.heads.eagle3 import Branches
 from medusa_heads.inference.drafters.head_trees import DynamicDrafter, SequentialDrafter
@@ -63,10 +67,15 @@ class ComparingDrafter(PlantedDrafter):
 
 
 def compared(
-    tiny_llama: TinyLlama, tree: str, chunk: int | None = None, **config: Any
+    tiny_llama: TinyLlama,
+    tree: str,
+    chunk: int | None = None,
+    *,
+    forgets: bool = False,
+    **config: Any,
 ) -> list[float]:
     """Differences, row by row and step by step, of a padded batch whose rows leave at different
-    steps."""
+    steps; the drafter `forgets` that its steps go on from behind the norm."""
     torch.manual_seed(0)
     model = tiny_llama().to(DEVICE)
     heads = random_heads(model, kind="eagle3", draft_vocab_size=50, **config)
@@ -80,9 +89,12 @@ def compared(
     references = model.generate(ids_BT, **options, pad_token_id=0)[:, 9:].tolist()
     options |= {"eos_token_id": references[2][11], "pad_token_id": 0}
     expected_BT = model.generate(ids_BT, **options)
-    own: Any = SequentialDrafter(heads, SHAPE, with_log_probs=True)
+    asked = deepcopy(heads)
+    asked.share(target)
+    asked.decoder._norm_output &= not forgets
+    own: Any = SequentialDrafter(asked, SHAPE, with_log_probs=True)
     if tree == "dynamic":
-        own = DynamicDrafter(heads, 12)
+        own = DynamicDrafter(asked, 12)
     drafter = ComparingDrafter(own, heads, target, references, 199, BUSHY, 0.5)
     if chunk:
         options["prefill_chunk_size"] = chunk
@@ -100,6 +112,44 @@ def test_drafts_are_what_was_learnt(tiny_llama: TinyLlama, tree: str, chunk: int
 
 def test_drafts_from_features_are_what_was_learnt(tiny_llama: TinyLlama) -> None:
     assert max(compared(tiny_llama, "static", features=[0, 1])) < 1e-5
+
+
+NORMED: dict[str, Any] = {"decoder": replace(DecoderShape.of_width(64), norm_output=True)}
+
+
+@pytest.mark.parametrize(("tree", "features"), [("static", [0, 1]), ("dynamic", None)])
+def test_drafts_from_behind_the_norm_are_what_was_learnt(
+    tiny_llama: TinyLlama, tree: str, features: Any
+) -> None:
+    assert max(compared(tiny_llama, tree, features=features, **NORMED)) < 1e-5
+
+
+def test_drafts_from_before_the_norm_are_noticed(tiny_llama: TinyLlama) -> None:
+    """A negative control."""
+    assert max(compared(tiny_llama, "static", forgets=True, **NORMED)) > 1e-2
+
+
+def test_steps_on_the_device_draft_the_same_from_behind_the_norm(tiny_llama: TinyLlama) -> None:
+    """As steps that ask the host: of a few tokens many drafts are right. Heads that forget the norm
+    draft otherwise."""
+    model = tiny_llama(vocab_size=12).to(DEVICE)
+    model.generation_config.pad_token_id = 0
+    heads: Any = random_heads(model, kind="eagle3", **NORMED)
+    heads.decoder.norm.weight.data[::2] *= -1.0  # which turns what is fed back
+    inputs: Any = {"input_ids": torch.arange(10, device=DEVICE)[None]}
+    options: Any = {"do_sample": False, "max_new_tokens": 60}
+    expected, accepted = model.generate(**inputs, **options), []
+    compiled: Any
+    for compiled, heads.decoder._norm_output in ((False, True), ("steps", True), ("steps", False)):
+        medusa: Any = MedusaModel(
+            model, heads, tree="dynamic:6", compile=compiled, compile_backend="eager"
+        )
+        with medusa.target.uncompiled() if compiled else nullcontext():
+            assert torch.equal(medusa.generate(**inputs, **options), expected)
+        assert ("step" in medusa.last_stats.seconds) == bool(compiled)
+        accepted.append(medusa.last_stats.accepted)
+    assert accepted[0] == accepted[1] != accepted[2]
+    assert max(accepted[0]) > 0
 
 
 def test_siblings_that_see_each_other_are_noticed(

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from medusa_heads import HeadsConfig, MedusaModel, new_heads
+from medusa_heads.decoder_shape import DecoderShape
 from medusa_heads.inference.acceptance.at_once import DeepestPath, deepest_path
 from medusa_heads.inference.engine import device_loop, device_state
 from medusa_heads.inference.engine.noise import NoiseOnDevice
@@ -136,6 +137,7 @@ def test_planted_drafts_of_drawn_text(
     assert not torch.equal(text(medusa, inputs, **SAMPLING), expected)
 
 
+NORMED = replace(DecoderShape.of_width(64), norm_output=True)
 KINDS: dict[str, dict[str, Any]] = {
     "medusa": {},
     "hydra": {"kind": "hydra"},
@@ -146,6 +148,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "block": {"kind": "block"},
     "eagle3": {"kind": "eagle3"},
     "eagle3, features": {"kind": "eagle3", "features": (0,)},
+    "eagle3, norm_output": {"kind": "eagle3", "decoder": NORMED},
 }
 
 

@@ -4,6 +4,7 @@ as it is; and nothing is scripted before it pays."""
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads import MedusaModel
+from medusa_heads.decoder_shape import DecoderShape
 from medusa_heads.errors import MedusaWarning
 from medusa_heads.inference.models.training_free import TrainingFreeModel
 from medusa_heads.machine.programs import Script, traced
@@ -117,7 +119,16 @@ def test_a_plain_causal_mask_shows(model: Any) -> None:
 @pytest.mark.parametrize(
     ("tree", "kind"),
     alternately(
-        ("auto", "dynamic:9"), ({}, {"kind": "hydra"}, {"kind": "eagle3", "features": [0]})
+        ("auto", "dynamic:9"),
+        (
+            {},
+            {"kind": "hydra"},
+            {"kind": "eagle3", "features": [0]},
+            {
+                "kind": "eagle3",
+                "decoder": replace(DecoderShape.of_width(64), norm_output=True),
+            },
+        ),
     ),
 )
 def test_heads_and_their_features(model: Any, kind: dict[str, Any], tree: str) -> None:

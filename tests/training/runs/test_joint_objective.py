@@ -15,6 +15,7 @@ from transformers import (
     GraniteForCausalLM,
 )
 
+from medusa_heads.decoder_shape import DecoderShape
 from medusa_heads.heads import DraftHeads
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
@@ -58,6 +59,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "block": {"kind": "block"},
     "eagle3": {"kind": "eagle3"},
     "eagle3, features": {"kind": "eagle3", "features": (0, 1)},
+    "eagle3, norm_output": {
+        "kind": "eagle3",
+        "decoder": replace(DecoderShape.of_width(16), norm_output=True),
+    },
 }
 
 
