@@ -22,6 +22,7 @@ from medusa_heads.tables import on_screen
 from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.arguments.joint_config import JointConfig
+from medusa_heads.training.arguments.layer import LayerArguments
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.mtp import MTP_LEARNING_RATE, MtpArguments
 from medusa_heads.training.arguments.recipe import RECIPES, RecipeArguments
@@ -53,6 +54,7 @@ def train(
     recipe: RecipeArguments,
     config: HeadsConfig,
     to_draft: VocabularyArguments,
+    to_shape: LayerArguments,
     objective: LossConfig,
     to_distill: DistillArguments,
     to_cache: CacheArguments,
@@ -64,10 +66,11 @@ def train(
     """Train extra decoding heads for a frozen causal language model."""
     joint = joint_settings(to_save.joint, to_join)
     if to_mtp.mtp:
-        refuse_beside_modules(to_target, recipe, config, to_draft, to_cache, to_save)
+        refuse_beside_modules(to_target, recipe, config, to_draft, to_shape, to_cache, to_save)
         _train_modules(Command(to_target, to_data, to_distill, to_optimise), to_mtp, objective)
         return
     config, word = to_draft.number(config), to_draft.word()
+    to_shape.check(config)
     if to_save.with_vocab_matrix:
         from medusa_heads.checkpoint.stored_heads import check_takes_matrix
 
@@ -94,17 +97,24 @@ def train(
     told: dict[str, Any] = {"objective": objective, "hidden_cache": to_cache, "joint": joint}
     planned = config
 
+    def shaped(target: TargetModel) -> HeadsConfig:
+        return to_shape.shaped(config, target.hidden_size)
+
     def plan(target: TargetModel, data: TrainingData, size: TextSize) -> DryRun:
         nonlocal planned
         drafted = choose_vocabulary(data, target.vocab_size, config, word, whole_matrix=matrix)
-        planned = replace(config, draft_vocab_size=drafted.size)
+        planned = replace(shaped(target), draft_vocab_size=drafted.size)
         return plan_heads(
             target, planned, args, size, four_bits=four_bits, joint=joint, spread=spread
         )
 
     def check(target: TargetModel) -> None:
         target.with_features(config.features)
-        config.for_target(target.hidden_size, target.vocab_size)
+        shaped(target).for_target(target.hidden_size, target.vocab_size)
+
+    def learn(target: TargetModel, data: TrainingData, **settings: Any) -> object:
+        settings |= {"config": shaped(target), "draft_vocab": word, "with_vocab_matrix": matrix}
+        return train_heads(target, data, **told, **settings)
 
     def rehearse(*given: Any, **settings: Any) -> object:
         settings |= {"config": planned, "draft_vocab": "all"}
@@ -115,9 +125,7 @@ def train(
         config.num_heads,
         plan=plan,
         check=check,
-        train=partial(
-            train_heads, config=config, draft_vocab=word, with_vocab_matrix=matrix, **told
-        ),
+        train=learn,
         rehearse=rehearse,
         report=_report,
         sharding=sharding,

@@ -148,3 +148,11 @@ def test_a_stream_with_a_cache_is_refused_before_its_text_is_read(
     given += ["--max_steps", "2", "--hidden_cache", "auto", "--dry_run"]
     train = train_heads.main if command == "train-heads" else prepare_hidden.main
     assert "leave streaming or hidden_cache off" in refused(train, given)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "block"])
+def test_norm_output_of_heads_without_such_a_layer_is_refused_at_once(
+    kind: str, refused: Refused
+) -> None:
+    flags = ["--model_name_or_path", "nowhere", "--dataset", "stdlib", "--norm_output"]
+    assert f"{kind} heads have none" in refused(train_heads.main, [*flags, "--kind", kind])

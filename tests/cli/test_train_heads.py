@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from medusa_heads.cli.flags.arguments import parse_arguments
 from medusa_heads.cli.train_heads import ARGUMENTS, main
 from medusa_heads.cli.verbs import generate
 from medusa_heads.config import HeadsConfig
+from medusa_heads.decoder_shape import DecoderShape
 from medusa_heads.machine import Shape
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.recipe import RECIPES
@@ -256,6 +258,17 @@ def test_a_draft_vocabulary_from_a_file(
     assert main(flags(target_folder, corpus, tmp_path / "run", *more)) == 0
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert (f"drafting {size} of {WORDS} tokens" in shown) == (size is not None)
+
+
+def test_a_layer_that_goes_on_from_behind_its_norm(
+    target_folder: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = flags(target_folder, corpus, tmp_path / "run", "--kind", "eagle3", "--norm_output")
+    assert main([*given, "--dry_run"]) == 0
+    assert "behind the last norm: " in " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert main(given) == 0
+    loaded = load_heads(tmp_path / "run", TargetModel.from_pretrained(str(target_folder)))
+    assert loaded.heads.config.decoder == replace(DecoderShape.of_width(16), norm_output=True)
 
 
 @pytest.mark.parametrize("more", [[], ["--joint"], ["--overwrite_output_dir"]])

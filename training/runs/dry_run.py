@@ -117,6 +117,8 @@ def plan_heads(
     kind = f"{config.num_heads} {config.kind} heads of {config.num_layers} {parts}, {matrix}"
     if config.draft_vocab_size is not None:
         kind += f", drafting {config.draft_vocab_size:,} of {target.vocab_size:,} tokens"
+    if getattr(config.decoder, "norm_output", False):
+        kind += ", that go on from what stands behind the last norm"
     learner = ("heads", f"{kind}: {count(heads)} parameters")
     return DryRun(_named(target, four_bits), learner, text, args, memory, disk)
 

@@ -25,6 +25,7 @@ from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.arguments.extraction import ExtractionArguments
 from medusa_heads.training.arguments.joint_config import JointConfig
+from medusa_heads.training.arguments.layer import LayerArguments
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.mtp import MtpArguments
 from medusa_heads.training.arguments.recipe import RECIPES, RecipeArguments
@@ -39,6 +40,7 @@ def prepare_hidden(
     _recipe: RecipeArguments,
     config: HeadsConfig,
     _to_draft: VocabularyArguments,
+    _to_shape: LayerArguments,
     _objective: LossConfig,
     to_distill: DistillArguments,
     to_cache: CacheArguments,
