@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from torch import Tensor
 from medusa_heads import HeadsConfig, TargetModel, train_heads
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.config import IGNORED
+from medusa_heads.decoder_shape import DecoderShape
 from medusa_heads.files import replace_json
 from medusa_heads.heads import DraftHeads
 from medusa_heads.settings import flag
@@ -79,6 +80,7 @@ FORWARD_KL = {"forward_kl": 1.0}
 TOGETHER = {"kind": "hydra", "num_heads": 5, "prefix_attention": True}
 CORRECTED = {"num_heads": 5, "correction_rank": 128}
 EAGLE3 = {"kind": "eagle3", "num_heads": 5}
+NORMED = {"decoder": replace(DecoderShape.of_width(384), norm_output=True)}  # the target's width
 RECIPES = {
     "plain-own": Recipe("plain: corpus text, own matrices", {"vocab_matrix": "own"}, False),
     "plain": Recipe("plain: corpus text, shared matrix", {}),
@@ -127,6 +129,10 @@ RECIPES = {
         "all together, 6 heads", TOGETHER | {"num_heads": 6}, True, learning_rate=3e-3
     ),
     "together-kl": Recipe("all together, KL", TOGETHER, True, FORWARD_KL, learning_rate=3e-3),
+}
+RECIPES |= {
+    f"{key}-norm": replace(of, name=f"{of.name}, norm_output", heads={**of.heads, **NORMED})
+    for key, of in ((key, RECIPES[key]) for key in ("eagle3", "eagle3-features"))
 }
 
 
