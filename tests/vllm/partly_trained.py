@@ -1,6 +1,7 @@
 """Heads of the embedded model, trained for some steps only: good enough to be accepted, and bad
 enough to be rejected, at every place of a chain."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from datasets import Dataset
 
 from medusa_heads.checkpoint.checkpoint import load_heads
 from medusa_heads.config import HeadsConfig
+from medusa_heads.decoder_shape import DecoderShape
 from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.bench.prompts import held_out_prompts
 from medusa_heads.inference.serving.chain import greedy
@@ -29,6 +31,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "reduced-own": {"vocab_matrix": "own", "draft_vocab_size": 1001},
     "eagle3": {"kind": "eagle3"},
     "eagle3-features": {"kind": "eagle3", "features": [1, 3, 5], "draft_vocab_size": 1001},
+    "eagle3-norm-output": {
+        "kind": "eagle3",
+        "features": [1, 3, 5],
+        "draft_vocab_size": 1001,
+        "decoder": replace(DecoderShape.of_width(384), norm_output=True),
+    },
 }
 
 

@@ -6,12 +6,14 @@ Skipped where the package speculators is not installed.
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from medusa_heads.decoder_shape import DecoderShape
 from tests.vllm.written import BLOCKS, exported, text
 
 speculators: Any = pytest.importorskip("speculators")
@@ -96,3 +98,36 @@ def test_an_eagle3_layer_says_the_same(tmp_path: Path, matrix: str) -> None:
     got = theirs.lm_head(theirs.norm(out))
     expected = heads.project(0, heads.features(heads.encode(hidden_1TX, ids_1T))[:, :, 0])
     torch.testing.assert_close(got[:, :-1], expected[:, :-1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("norm_output", [False, True])
+@torch.no_grad()
+def test_steps_of_an_eagle3_layer_go_on_as_theirs(tmp_path: Path, norm_output: bool) -> None:
+    """Their own loop over the steps, fed with the true tokens."""
+    shape = replace(DecoderShape.of_width(384), norm_output=norm_output)
+    heads, target, folder = exported(
+        tmp_path, "eagle3-speculators", kind="eagle3", draft_vocab_size=500, decoder=shape
+    )
+    theirs: Any = speculators.SpeculatorModel.from_pretrained(str(folder)).float().eval()
+    assert theirs.config.norm_output is norm_output
+    theirs._attn_impl, theirs._create_mask_fn = "eager", _eager_mask()
+    theirs.config.transformer_layer_config._attn_implementation = "eager"
+    ids_1T = text()
+    hidden_1TX = target.hidden(ids_1T)
+    said: list[torch.Tensor] = []
+    theirs.lm_head.register_forward_hook(lambda _module, _inputs, out: said.append(out))
+    theirs(
+        hidden_1TX[..., : -target.hidden_size],
+        ids_1T.roll(-1),
+        torch.zeros_like(ids_1T),
+        ttt_steps=4,
+    )
+    features_1TKD = heads.features(heads.encode(hidden_1TX, ids_1T))
+    assert len(said) == 4
+    for step, got in enumerate(said):
+        expected = heads.project(0, features_1TKD[:, :, step])
+        end = ids_1T.shape[1] - 1 - step  # beyond the text they read other tokens
+        torch.testing.assert_close(got[:, :end], expected[:, :end], atol=1e-4, rtol=1e-4)
+    heads.decoder._norm_output = not norm_output  # type: ignore[union-attr]
+    other = heads.project(0, heads.features(heads.encode(hidden_1TX, ids_1T))[:, :30, 1])
+    assert not torch.allclose(said[1][:, :30], other, atol=1e-2)
