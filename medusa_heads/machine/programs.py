@@ -30,6 +30,7 @@ class Program:
 
     Attributes:
         operations: what is done, in order.
+        given: the tensors that were there before.
         held, written: as those of Watched.
         reshapes: whether a tensor got another shape in place, of which no part is compiled.
     """
@@ -37,14 +38,14 @@ class Program:
     def __init__(
         self, graph: fx.Graph, given: Sequence[Tensor], watched: Watched | Program
     ) -> None:
-        self.operations, self._given = graph, list(given)
+        self.operations, self.given = graph, list(given)
         self.held: dict[int, Any] = watched.held
         self.written: dict[int, torch.dtype] = watched.written
         self.reshapes = False
 
     def __call__(self) -> list[Tensor]:
         """Do it again; what the function returned, flat."""
-        results: list[Tensor] = fx.Interpreter(nn.Module(), graph=self.operations).run(*self._given)
+        results: list[Tensor] = fx.Interpreter(nn.Module(), graph=self.operations).run(*self.given)
         return results
 
     def compiled(
@@ -94,23 +95,23 @@ class Program:
                 call = graph.call_function(made, tuple(found[node] for node in part.given))
                 for place, node in enumerate(part.results):
                     found[node] = graph.call_function(operator.getitem, (call, place))
-        return Program(graph, self._given, self)
+        return Program(graph, self.given, self)
 
     def graph(self) -> Any:
         """The same as torch's interpreter knows it, and what it is given, of which other tensors
         may take the places. Does it once more. Raises RuntimeError: it does not know an
         operation."""
         program = fx.Interpreter(nn.Module(), graph=self.operations)
-        names = [f"given_{place}" for place in range(len(self._given))]
+        names = [f"given_{place}" for place in range(len(self.given))]
         # As torch.jit.trace does, which keeps each function that it makes for good.
         graph = torch._C._create_graph_by_tracing(
             lambda *given: tuple(program.run(*given)),
-            tuple(self._given),
+            tuple(self.given),
             *(lambda _: "", True, False, None, names),
         )[0]
         torch._C._jit_pass_erase_shape_information(graph)
         # Numbered one by one, as graphs of other sizes are.
-        return torch._C._jit_pass_canonicalize(graph), list(self._given)
+        return torch._C._jit_pass_canonicalize(graph), list(self.given)
 
 
 class Script:

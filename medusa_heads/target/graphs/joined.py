@@ -33,6 +33,8 @@ _GAIN = 1.03  # times as fast, in graphs that take turns, which differ by less
 _READ = 256 << 20
 _MOST_LAYERS = 256  # of small matrices, which a GPU's own memory may hold where they are used, too
 
+_ALIGNED = 16  # bytes: for what lies elsewhere Triton makes another kernel
+
 _known: dict[str, int | None] = {}
 
 
@@ -40,13 +42,35 @@ def join_products(program: Program) -> None:
     """Let each group of products in it be one, where that is faster."""
     graph = program.operations
     groups = [] if program.reshapes else list(_groups(graph))
+    named = (node for node in graph.nodes if node.op == "placeholder")
+    given: dict[Any, Tensor] = dict(zip(named, program.given, strict=True))
+    asked: dict[str, int | None] = {}
     for group in groups:
-        tokens, matrix = (node.meta["like"] for node in group[0].args[:2])  # type: ignore[union-attr]
-        outputs = [node.args[1].meta["like"].shape[0] for node in group]  # type: ignore[union-attr]
-        count, inputs = tokens.shape[:-1].numel(), matrix.shape[1]
-        which = fastest(matrix.device, matrix.dtype, count, inputs, outputs)
-        if which is not None:
+        tokens: Any = group[0].args[0]
+        x, matrices = tokens.meta["like"], [given[node.args[1]] for node in group]
+        count, outputs = x.shape[:-1].numel(), list(map(len, matrices))
+        sizes = matrices[0].device, x.dtype, count, x.shape[-1], outputs
+        if (key := str(sizes)) not in asked:
+            asked[key] = fastest(*sizes)
+        which = asked[key]
+        if which is not None and _starts(x.shape, matrices, which):
             _join(graph, group, which)
+
+
+def _starts(shape: Sequence[int], matrices: Sequence[Tensor], which: int) -> bool:
+    """Whether the kernel can be started, which loads it: that cannot be done while a graph is
+    recorded, and another process may have measured it, or other matrices lay otherwise."""
+    try:
+        joined_products(matrices[0].new_zeros(shape), matrices, which)
+    except Exception as error:  # as in `fastest`
+        _one_by_one(error)
+        return False
+    return True
+
+
+def _one_by_one(error: Exception) -> None:
+    reason = f"products go on one by one: {first_line(error)}"
+    warnings.warn(reason, MedusaWarning, stacklevel=3)
 
 
 def _groups(graph: fx.Graph) -> Iterator[list[fx.Node]]:
@@ -97,7 +121,8 @@ def fastest(
     device: torch.device, dtype: torch.dtype, tokens: int, inputs: int, outputs: Sequence[int]
 ) -> int | None:
     """By which of the kernel's BLOCKS products with such matrices [O, D] are faster together than
-    one by one, and the same; None: by none. Measured once for the same GPU and sizes."""
+    one by one, and the same; None: by none. Measured once for the same GPU and sizes, where there
+    is memory."""
     if device.type != "cuda":
         return None
     sizes = {"tokens": tokens, "inputs": inputs, "outputs": list(outputs)}
@@ -106,10 +131,11 @@ def fastest(
     if key not in _known:
         try:
             seconds = _seconds(device, dtype, tokens, inputs, outputs, facts)
-        # No compiler for this GPU, no memory: each has its own.
-        except Exception as error:
-            reason = f"products go on one by one: {first_line(error)}"
-            warnings.warn(reason, MedusaWarning, stacklevel=2)
+        except torch.OutOfMemoryError as error:  # which says nothing of later
+            _one_by_one(error)
+            return None
+        except Exception as error:  # no compiler for this GPU, or none at all: each has its own
+            _one_by_one(error)
             seconds = {"one by one": 0.0}
         alone = seconds.pop("one by one")
         best = min(seconds, key=seconds.__getitem__, default=None)
@@ -166,6 +192,8 @@ def _seconds(
 
         try:
             got = torch.cat(joined_products(x_ND, layers[0], which), dim=1).float()
+        except torch.OutOfMemoryError:
+            raise
         except Exception:  # too large for this GPU, which each compiler says in its own way
             continue
         if relative_error(got, expected) <= TOLERANCE[True]:
@@ -179,8 +207,11 @@ def _products(x: Tensor, matrices: Sequence[Tensor], which: int) -> list[Tensor]
     # Triton comes with torch where that is built for a GPU, and takes a second to import.
     from medusa_heads.target.graphs.triton_products import products
 
+    x_ND = x.flatten(0, -2).contiguous()
+    if x_ND.data_ptr() % _ALIGNED:
+        x_ND = x_ND.clone()
     with torch.cuda.device_of(x):  # Triton starts kernels on the current one
-        made = products(x.flatten(0, -2).contiguous(), matrices, which)
+        made = products(x_ND, matrices, which)
     return [
         each.view(*x.shape[:-1], len(matrix)) for each, matrix in zip(made, matrices, strict=True)
     ]

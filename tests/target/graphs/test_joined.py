@@ -149,3 +149,76 @@ def test_what_was_measured_decides(cache: Path) -> None:
     with pytest.warns(MedusaWarning, match="products go on one by one"):  # there is no GPU
         assert fastest(gpu, half, *measured(alone=-1.0)) is None
     assert fastest(torch.device("cpu"), half, *SIZES.values()) is None
+
+
+def test_what_is_joined_has_been_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a graph is recorded no kernel can be loaded; and one that was measured by another
+    process, or of matrices that lie otherwise, has not been."""
+    started: list[list[int]] = []
+    products = triton_products.products
+
+    def noted(x_ND: Tensor, matrices: list[Tensor], which: int) -> list[Tensor]:
+        assert x_ND.shape == (4, 512)
+        started.append([matrix.data_ptr() for matrix in matrices])
+        made: list[Tensor] = products(x_ND, matrices, which)
+        return made
+
+    monkeypatch.setattr(joined, "fastest", lambda *sizes: 1)
+    monkeypatch.setattr(triton_products, "products", noted)
+    with torch.inference_mode():
+        program = traced(layer(torch.float16))
+        join_products(program)
+        assert len(started) == 1
+        program()
+    assert len(started) == 2 and started[0] == started[1]
+
+
+def test_what_does_not_start_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joined, "fastest", lambda *sizes: len(triton_products.BLOCKS))
+    with torch.inference_mode():
+        program = traced(layer(torch.float16))
+        expected = program()
+        with pytest.warns(MedusaWarning, match="products go on one by one"):
+            join_products(program)
+        for own, other in zip(program(), expected, strict=True):
+            assert torch.equal(own, other)
+
+
+def test_tokens_that_lie_at_an_odd_place() -> None:
+    """The kernel for those is another one, which may not be loaded yet."""
+    x, matrix = numbers(1, 600)[:, 5:517], numbers(64, 512)
+    seen: list[int] = []
+    products = triton_products.products
+
+    def noted(x_ND: Tensor, *others: Any) -> list[Tensor]:
+        seen.append(x_ND.data_ptr() % 16)
+        made: list[Tensor] = products(x_ND, *others)
+        return made
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(triton_products, "products", noted)
+        (own,) = joined_products(x, [matrix], 1)
+    torch.testing.assert_close(own, linear(x, matrix), rtol=2e-2, atol=2e-1)
+    assert seen == [0]
+
+
+def test_no_memory_says_nothing_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked again, once in a program."""
+    asked: list[Any] = []
+
+    def no_memory(*sizes: Any) -> Any:
+        asked.append(sizes)
+        raise torch.OutOfMemoryError("no memory")
+
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(joined, "_seconds", no_memory)
+    for number in (1, 2):
+        with pytest.warns(MedusaWarning, match="products go on one by one: no memory"):
+            assert fastest(gpu, torch.float16, 3, 512, [96]) is None
+        assert len(asked) == number
+    asked.clear()
+    monkeypatch.setattr(joined, "fastest", lambda _, *sizes: fastest(gpu, *sizes))
+    first, second = layer(torch.float16), layer(torch.float16)
+    with torch.inference_mode(), pytest.warns(MedusaWarning, match="no memory"):
+        join_products(traced(lambda: [*first(), *second()]))
+    assert len(asked) == 1
