@@ -19,6 +19,7 @@ from torch import Tensor
 from medusa_heads.agreement import TOLERANCE, is_half, relative_error
 from medusa_heads.errors import MedusaWarning, first_line
 from medusa_heads.machine.choice import GAIN
+from medusa_heads.machine.devices import captured
 from medusa_heads.machine.kernels import operator
 from medusa_heads.machine.measurements import Measurements, as_seconds, measurement_folder
 
@@ -208,14 +209,14 @@ def replayed(
     with torch.cuda.device_of(layers[0][0]):
         here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(here)
-        graphs = []
+        # What they return is nobody's, so their graphs may share memory.
+        graphs, pool = [], torch.cuda.graph_pool_handle()
         for attend in rivals:
             with torch.cuda.stream(aside):  # what is compiled is not captured
                 attend(*layers[0])
             aside.synchronize()
             graphs.append(torch.cuda.CUDAGraph())
-            # Of this GPU's own stream; other threads may do as they like meanwhile.
-            with torch.cuda.graph(graphs[-1], stream=aside, capture_error_mode="thread_local"):
+            with captured(graphs[-1], layers[0][0].device, pool, aside):
                 for layer in layers:
                     attend(*layer)
         for number in range(_WARM_UP + _ROUNDS):

@@ -1,8 +1,14 @@
-"""The device to compute on: the one that was asked for, or the best there is; and its memory."""
+"""The device to compute on: the one that was asked for, or the best there is; its memory; and what
+a GPU is started to do, captured.
+"""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -97,3 +103,62 @@ def free_memory(device: torch.device) -> int | None:
     except (OSError, ValueError):  # no such group, or "max": no limit
         pass
     return min(free, default=None)
+
+
+@contextmanager
+def captured(
+    graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any, aside: torch.cuda.Stream
+) -> Iterator[None]:
+    """Within the block, what is started on a GPU goes into a graph, by this stream, and is not
+    done. Where the block breaks off, or what it starts is refused, the GPU goes on as before.
+
+    Raises:
+        RuntimeError: what was started cannot be captured.
+    """
+    with torch.cuda.device(device), nothing_collected():
+        here = torch.cuda.current_stream()
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
+            try:
+                # Of this GPU's own stream; other threads may do as they like meanwhile.
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                yield
+            except BaseException:
+                with suppress(RuntimeError):  # the first one says why
+                    _end(graph, device, pool)
+                raise
+            _end(graph, device, pool)
+        here.wait_stream(aside)
+
+
+def _end(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
+    try:
+        graph.capture_end()
+    except RuntimeError:  # what was refused has broken it, though nobody may have heard
+        _repair(device, pool)
+        raise
+
+
+def _repair(device: torch.device, pool: Any) -> None:
+    """After a graph that broke in the middle, on its stream: memory is given out as before, and
+    random numbers are drawn. Both wait for an end that never came."""
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+    torch.cuda.synchronize(device)
+    whole = torch.cuda.CUDAGraph()
+    whole.capture_begin(capture_error_mode="thread_local")
+    torch.zeros(1, device=device)
+    whole.capture_end()
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Within the block no garbage is collected: another target of this model would take its hooks
+    along in the middle of what is traced, to which they belong."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

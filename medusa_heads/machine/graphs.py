@@ -8,7 +8,6 @@ text is made that way, and others of its shapes go to the graph itself.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -141,16 +140,3 @@ def no_graph() -> tuple[type[Exception], ...]:
     """What is said of a function that is not one graph, or has come to too many."""
     told = torch._dynamo.exc  # heavy to import
     return told.Unsupported, told.UserError, told.FailOnRecompileLimitHit
-
-
-@contextmanager
-def nothing_collected() -> Iterator[None]:
-    """Within the block no garbage is collected: another target of this model would take its hooks
-    along in the middle of what is traced, to which they belong."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_heads.agreement import TOLERANCE, finite, is_half, same_oddities
-from medusa_heads.machine.graphs import nothing_collected
+from medusa_heads.machine.devices import captured
 from medusa_heads.machine.programs import Program
 from medusa_heads.machine.watched import NothingRead, Watched
 
@@ -84,22 +84,8 @@ class Recording:
     @contextmanager
     def _recorded(self, device: torch.device, pool: Any) -> Iterator[None]:
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(device), nothing_collected():
-            here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
-            aside.wait_stream(here)
-            with torch.cuda.stream(aside):
-                try:
-                    # Of this GPU's own stream; other threads may do as they like meanwhile.
-                    self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                    yield
-                except BaseException:
-                    try:
-                        self._graph.capture_end()
-                    except RuntimeError:  # what was refused has broken the recording
-                        _repair(device, pool)
-                    raise
-                self._graph.capture_end()
-            here.wait_stream(aside)
+        with captured(self._graph, device, pool, torch.cuda.Stream(device)):
+            yield
 
     def replay(self) -> None:
         """Do it again."""
@@ -171,18 +157,6 @@ def _difference(one: Tensor, other: Tensor, before: Tensor) -> float:
         off, changed = (other.double() - each.double() for each in (one, before))
     share = off.abs().sum() / changed.abs().sum()  # infinite where nothing was to change
     return min(float(share.nan_to_num(nan=0.0)), 1.0)
-
-
-def _repair(device: torch.device, pool: Any) -> None:
-    """After a recording that broke in the middle, on its stream: memory is given out as before, and
-    random numbers are drawn. Both wait for an end that never came."""
-    with suppress(RuntimeError):
-        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
-    torch.cuda.synchronize(device)
-    whole = torch.cuda.CUDAGraph()
-    whole.capture_begin(capture_error_mode="thread_local")
-    torch.zeros(1, device=device)
-    whole.capture_end()
 
 
 def memory_pool() -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -13,6 +15,8 @@ from transformers import TemperatureLogitsWarper
 
 from medusa_heads.inference.engine.device_state import DeviceState
 from medusa_heads.inference.engine.reading import Reading
+from medusa_heads.machine import devices
+from medusa_heads.machine.attention import replayed
 from medusa_heads.machine.programs import traced
 from medusa_heads.machine.recording import Recording, memory_pool, records, standing
 from medusa_heads.trees.tree import TreeShape
@@ -118,6 +122,55 @@ def test_it_is_done_again() -> None:
         add_2.fill_(number)
         recording.replay()
     assert total_2.tolist() == [6.0, 6.0] and recording.result.tolist() == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("heard", [True, False], ids=["an error", "a word too late"])
+def test_what_breaks_a_graph_is_repaired(heard: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where only its end tells: a kernel's owner hears of no error while it unloads it."""
+    told: list[str] = []
+
+    @contextmanager
+    def entered(what: Any) -> Iterator[None]:
+        yield
+
+    class Broken:
+        def capture_begin(self, **_: Any) -> None: ...
+
+        def capture_end(self) -> None:
+            raise RuntimeError("broken before")
+
+        def wait_stream(self, _: Any) -> None: ...
+
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, entered)
+    monkeypatch.setattr(torch.cuda, "current_stream", Broken)
+    monkeypatch.setattr(devices, "_repair", lambda *_: told.append("repaired"))
+    broken: Any = Broken()
+    error = torch.OutOfMemoryError("no memory") if heard else RuntimeError("broken before")
+    with (
+        pytest.raises(type(error), match=str(error)),
+        devices.captured(broken, torch.device("cuda"), None, broken),
+    ):
+        if heard:
+            raise error
+    assert told == ["repaired"]
+
+
+@on_a_gpu
+def test_a_measurement_that_breaks_off_leaves_the_gpu_as_it_was() -> None:
+    x, calls = torch.ones(3, device=DEVICE), list[int]()
+
+    def asks(_: Tensor) -> None:
+        calls.append(1)
+        if len(calls) > 1:  # which is captured
+            torch.cuda.synchronize()
+
+    before = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError):
+        replayed([asks], [[x]])
+    assert torch.cuda.current_stream() == before
+    torch.rand(8, device=DEVICE)
+    assert all(0 < seconds < 1 for seconds in replayed([lambda x: x + 1], [[x]]))
 
 
 @on_a_gpu

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from medusa_heads.agreement import TOLERANCE, is_half, relative_error
 from medusa_heads.errors import MedusaWarning, UnsupportedArchitecture, first_line
-from medusa_heads.machine.graphs import NotingBackend, look, no_graph, noted, nothing_collected
+from medusa_heads.machine.devices import nothing_collected
+from medusa_heads.machine.graphs import NotingBackend, look, no_graph, noted
 from medusa_heads.target.attention import TreeMask, compiled_tree_attention
 from medusa_heads.target.cache import RowCache
 from medusa_heads.target.features import Captured, Read, check_layers, watch
@@ -119,9 +120,8 @@ class CompiledTarget(TargetModel):
                 ) from error
             except torch._dynamo.exc.BackendCompilerFailed as error:  # before anything was computed
                 self._forward = self.model.forward
-                reason = (
-                    f"decoding goes on without torch.compile, which failed: {first_line(error)}"
-                )
+                failed = first_line(error)
+                reason = f"decoding goes on without torch.compile, which failed: {failed}"
                 warnings.warn(reason, MedusaWarning, stacklevel=2)
                 plain: Any = compiled
                 made = plain._torchdynamo_orig_callable(*args, **kwargs)
