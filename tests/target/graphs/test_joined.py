@@ -20,6 +20,7 @@ from medusa_heads.machine.programs import traced
 from medusa_heads.target.graphs import joined
 from medusa_heads.target.graphs.joined import KIND, fastest, join_products, joined_products
 from tests.conftest import DEVICE
+from tests.elsewhere import compiled_elsewhere
 
 triton_products: Any = pytest.importorskip("medusa_heads.target.graphs.triton_products")
 
@@ -222,3 +223,44 @@ def test_no_memory_says_nothing_of_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     with torch.inference_mode(), pytest.warns(MedusaWarning, match="no memory"):
         join_products(traced(lambda: [*first(), *second()]))
     assert len(asked) == 1
+
+
+COMPILE = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from medusa_heads.target.graphs.triton_products import BLOCKS, _products
+
+NUMBERS = "tokens first_tiles second_tiles first_O second_O third_O D".split()
+ANY = {"tokens", "first_tiles", "second_tiles"}
+
+for capability in (80, 90):
+    for dtype in ("*bf16", "*fp16"):
+        for tokens in (16, 32, 64):
+            shared = []
+            for outputs, inputs, warps, stages in BLOCKS:
+                sizes = {"BLOCK_N": tokens, "BLOCK_O": outputs, "BLOCK_D": inputs}
+                signature = {
+                    name: "constexpr" if name in sizes else "i32" if name in NUMBERS else dtype
+                    for name in _products.arg_names
+                }
+                places = {name: (number,) for number, name in enumerate(signature)}
+                aligned = signature.keys() - sizes.keys() - ANY
+                source = ASTSource(
+                    _products,
+                    signature,
+                    {places[name]: size for name, size in sizes.items()},
+                    {places[name]: [["tt.divisibility", 16]] for name in aligned},
+                )
+                options = {"num_warps": warps, "num_stages": stages}
+                target = GPUTarget("cuda", capability, 32)
+                shared.append(compile(source, target=target, options=options).metadata.shared)
+            print(min(shared))
+"""
+
+
+@pytest.mark.slow
+def test_they_compile_for_gpus_that_are_not_here() -> None:
+    least = list(map(int, compiled_elsewhere(COMPILE).split()))
+    assert len(least) == 2 * 2 * 3
+    assert max(least) <= 99 << 10  # what the smallest processors of these generations have
