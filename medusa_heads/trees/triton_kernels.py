@@ -77,6 +77,9 @@ def choose_nodes(
     )
     log_probs_BN, path_scores_BN = (scores_BC.new_empty(batch, nodes) for _ in range(2))
     ancestors_BNN = tokens_BC.new_empty(batch, nodes, nodes, dtype=torch.bool)
+    # Of one row a compiler may give another step, which a kernel of its own would be made for; that
+    # cannot be loaded while a graph is recorded.
+    row_step = depth_BC.stride(0) if batch > 1 else 0
     _choose_nodes[(batch,)](
         scores_BC.contiguous(),
         tokens_BC.contiguous(),
@@ -93,7 +96,7 @@ def choose_nodes(
         log_probs_BN,
         path_scores_BN,
         ranks_BN,
-        depth_BC.stride(0),
+        row_step,
         depth_BC.stride(1),
         count,
         nodes,

@@ -168,6 +168,23 @@ def test_candidates_are_ranked_as_exactly_as_they_are_compared(dtype: torch.dtyp
     assert torch.equal(made.path_scores_BN, scores_BC[:, :20])
 
 
+def test_a_kernel_of_one_row_is_the_same_however_that_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton would make another one, too late for a graph that is recorded."""
+    from medusa_heads.trees import triton_kernels
+
+    class Noted:
+        def __getitem__(self, grid: object) -> Any:
+            return lambda *given, **_: numbers.append([n for n in given if isinstance(n, int)])
+
+    numbers: list[list[int]] = []
+    monkeypatch.setattr(triton_kernels, "_choose_nodes", Noted())
+    zeros_BC = torch.zeros(1, 5, dtype=torch.long)
+    for step in (0, 5, 16):
+        depth_BC = zeros_BC.as_strided((1, 5), (step, 1))
+        triton_kernels.choose_nodes(zeros_BC.float(), zeros_BC, zeros_BC, depth_BC, 3, 0.1)
+    assert numbers[0] == numbers[1] == numbers[2]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 @pytest.mark.usefixtures("served")
 def test_no_default_of_torch_tells_how_exact_they_are(dtype: torch.dtype) -> None:
