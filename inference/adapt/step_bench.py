@@ -45,7 +45,7 @@ class RandomChain(Drafter):
         self._shape = TreeShape.from_choices(cartesian_choices([1] * num_drafted))
         self.num_nodes = self._shape.num_nodes
         random = torch.Generator().manual_seed(num_drafted)
-        self._tokens_N = torch.randint(vocab_size, (num_drafted,), generator=random)
+        self._tokens_N = torch.randint(vocab_size, (num_drafted,), generator=random, device="cpu")
 
     def propose(self, state: DecodingState) -> TokenTree:
         """The same chain for every row."""
@@ -75,9 +75,10 @@ class StepBench:
     ) -> None:
         self._target = target
         random = torch.Generator().manual_seed(0)
-        ids_BT = torch.randint(target.vocab_size, (batch_size, context), generator=random)
+        here: Any = {"generator": random, "device": "cpu"}  # whatever torch's default device is
+        ids_BT = torch.randint(target.vocab_size, (batch_size, context), **here)
         ids_BT = ids_BT.to(target.device)
-        hidden_BTD = torch.randn(batch_size, 2, target.width, generator=random)
+        hidden_BTD = torch.randn(batch_size, 2, target.width, **here)
         hidden_BTD = hidden_BTD.to(target.device, target.dtype)
         cache = target.new_cache(batch_size, text[1] if text else context + max(SIZES) + 1)
         if text:

@@ -51,7 +51,9 @@ def watch(model: MedusaModel, rows: int, prompt: int, new: int = _NEW) -> Peaks:
     takes more than greedy text does."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else each profile writes of itself
     generator = torch.Generator().manual_seed(0)
-    ids_BT = torch.randint(model.target.vocab_size, (rows, prompt), generator=generator)
+    ids_BT = torch.randint(
+        model.target.vocab_size, (rows, prompt), generator=generator, device="cpu"
+    )
     ids_BT = ids_BT.to(model.target.device)
     gc.collect()  # what others left would be given back in the middle, and be counted
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

@@ -98,7 +98,8 @@ class Texts(Memory):
             fresh_B = torch.tensor([len(tokens) for tokens in committed], device=device)
             _learn(counts_2G, self._last, torch.tensor(filled, device=device), fresh_B)
         self.lengths = [row.length for row in state.rows]
-        self.ids_BS = torch.zeros(len(state.rows), max(self.lengths), dtype=torch.long)
+        shape = len(state.rows), max(self.lengths)
+        self.ids_BS = torch.zeros(shape, dtype=torch.long, device="cpu")
         for ids_S, row in zip(self.ids_BS, state.rows, strict=True):
             ids_S[: row.length] = row.ids_1T()[0]
         self.ids_BS = self.ids_BS.to(device)

@@ -149,10 +149,10 @@ class MergedTrees(Drafter):
         counts_2G = self._counts.get(state.drawing)
         if counts_2G is None or counts_2G.device != state.roots_B.device:
             with torch.inference_mode(False):
-                prior_G = torch.tensor(PRIOR, dtype=torch.float)
+                device = state.roots_B.device
+                prior_G = torch.tensor(PRIOR, dtype=torch.float, device=device)
                 drafted_G = torch.full_like(prior_G, _WEIGHT)
                 counts_2G = torch.stack([drafted_G * prior_G, drafted_G])
-                counts_2G = counts_2G.to(state.roots_B.device)
             torch._dynamo.mark_static_address(counts_2G)
             self._counts[state.drawing] = counts_2G
         return counts_2G

@@ -80,7 +80,7 @@ class DeviceState(DecodingState):
         # What the host reads, see `Figures`.
         self.figures = numbers(5 + levels + nodes, dtype=torch.float)
         tokens_V = numbers(vocab_size)
-        tokens_V.copy_(torch.arange(vocab_size))
+        tokens_V.copy_(torch.arange(vocab_size, device=device))
         self._noise = NoiseOnDevice(self.keys_B, self.written_B, tokens_V)
         self.noise_on_device: NoiseOnDevice | None = None
         self.processors: LogitsProcessorList

@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -94,8 +95,9 @@ class Prober:
         past = max([_PROMPT, *(size + _PROMPT // 2 for size in small)])
         nodes, vocab = TREE.shape.num_nodes, target.vocab_size
         random = torch.Generator().manual_seed(0)
-        ids_1T = torch.randint(vocab, (1, past + nodes), generator=random).to(target.device)
-        other_1N = torch.randint(1, max(vocab, 2), (1, nodes), generator=random).to(target.device)
+        here: Any = {"generator": random, "device": "cpu"}  # whatever torch's default device is
+        ids_1T = torch.randint(vocab, (1, past + nodes), **here).to(target.device)
+        other_1N = torch.randint(1, max(vocab, 2), (1, nodes), **here).to(target.device)
         self._target = target
         self._prompt_1T, self._nodes_1N = ids_1T[:, :past], ids_1T[:, past:]
         self._others_1N = (self._nodes_1N + other_1N) % vocab  # none the same
@@ -134,7 +136,9 @@ class Prober:
         ]
         leaks, effects = [0.0], []
         for changed in trial.changed:
-            changed_N = torch.tensor([path in changed for path in [(), *shape.choices]])
+            changed_N = torch.tensor(
+                [path in changed for path in [(), *shape.choices]], device="cpu"
+            )
             others_1N = self._others_1N[:, : shape.num_nodes]
             tokens_1N = others_1N.where(changed_N.to(others_1N.device), nodes_1N)
             after_NV = self._verified(shape, tokens_1N)

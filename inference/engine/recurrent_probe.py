@@ -92,7 +92,7 @@ class BatchProber:
         self._padding = [0, _PADDED if padded else 0]
         length = _PROMPT + sum(max(step) for step in _ACCEPTED) + _NODES
         random = torch.Generator().manual_seed(0)
-        ids_BT = torch.randint(target.vocab_size, (2, length), generator=random)
+        ids_BT = torch.randint(target.vocab_size, (2, length), generator=random, device="cpu")
         self._ids_BT = ids_BT.to(target.device)
 
     @torch.no_grad()

@@ -93,11 +93,13 @@ def best(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def _agree(device: torch.device) -> bool:
     """Whether the kernels make the tree that torch makes, of a few random offers."""
-    random = torch.Generator().manual_seed(0)
+    random = torch.Generator("cpu").manual_seed(0)
     batch, paths, ranks, kept = 2, 3, 5, 8
-    options: Any = {"generator": random, "dtype": torch.float}
+    # Whatever torch's default device is.
+    here: Any = {"generator": random, "device": "cpu"}
+    options = {**here, "dtype": torch.float}
     scores_BF = -torch.rand(batch, paths, **options).to(device)
-    tokens_BFR = torch.randint(99, (batch, paths, ranks), generator=random).to(device)
+    tokens_BFR = torch.randint(99, (batch, paths, ranks), **here).to(device)
     logs_BFR = -torch.rand(batch, paths, ranks, **options).to(device)
     given = scores_BF, tokens_BFR, logs_BFR, tokens_BFR[..., :2], kept, 4, True
     expected: list[Tensor] = [*levels.grown_level(*given)]
@@ -108,7 +110,7 @@ def _agree(device: torch.device) -> bool:
     candidates = scores_BC, tokens_BC, depth_BC - 1, depth_BC, kept
     expected += levels.chosen_nodes(*candidates, 1)
     made += chosen_nodes(*candidates, DEEPER)
-    x_RV = torch.randperm(3 * _FEWEST_COLUMNS, generator=random).float().to(device)[None]
+    x_RV = torch.randperm(3 * _FEWEST_COLUMNS, **here).float().to(device)[None]
     expected += x_RV.topk(9)
     made += largest(x_RV, 9)
     pairs = zip(made, expected, strict=True)

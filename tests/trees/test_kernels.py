@@ -204,6 +204,11 @@ def test_no_default_of_torch_tells_how_exact_they_are(dtype: torch.dtype) -> Non
     assert_same([tree.tokens_BN, *tree.ranked], [expected.tokens_BN, *(expected.ranked or ())])
 
 
+def test_they_are_compared_on_whatever_device_is_the_default() -> None:
+    with torch.device("meta"):
+        assert kernels._agree(torch.device(DEVICE))
+
+
 def test_kernels_serve_where_they_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 7)
     monkeypatch.setattr(kernels, "_known", {})

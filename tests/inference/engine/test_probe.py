@@ -31,6 +31,12 @@ def test_nothing_is_wrong_with_a_sound_target(
     assert probe.fault(dtype) is None and probe.leak == 0.0 < 1e-2 < probe.effect
 
 
+def test_any_device_may_be_the_default(tiny_llama: TinyLlama) -> None:
+    target = TargetModel(tiny_llama())
+    with torch.device("meta"):
+        assert Prober(target).probe(TREE).fault(torch.float32) is None
+
+
 class BySlot(TargetModel):
     """Counts positions by the slot, not by the depth in the tree."""
 

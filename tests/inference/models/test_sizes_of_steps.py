@@ -17,6 +17,7 @@ from medusa_heads.target.graphs.static_cache import StaticRowCache
 from medusa_heads.trees.dynamic_tree import likeliest
 from medusa_heads.trees.tree import TokenTree
 from scripts.measure.host_waits import graphs_of
+from tests import replayed
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.on_device import NEW, SAMPLING, drawn_planted, planted, text, with_heads
 from tests.inference.padded import padded
@@ -134,3 +135,18 @@ def test_each_number_of_nodes_is_one_graph_for_two_thousand_tokens(
             made.append(each.generate(**given, max_new_tokens=new))
         assert torch.equal(*made)
     assert counters["unique_graphs"] <= 2 * graphs.graphs
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("options", [{}, SAMPLING], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("tree", ["7", "auto", "dynamic:9"])
+def test_any_device_may_be_the_default(
+    tree: str, options: dict[str, Any], tiny_llama: TinyLlama
+) -> None:
+    """Also one that no number is read from."""
+    model, inputs = tiny_llama().to(DEVICE), padded([0, 3], 12)
+    first, again = (replayed.with_heads(model, tree) for _ in range(2))
+    expected = replayed.text(first, inputs, **options)
+    with torch.device("meta"):
+        for _ in range(3):
+            assert torch.equal(replayed.text(again, inputs, **options), expected)
