@@ -72,6 +72,31 @@ def test_sampled_texts_that_another_stream_draws_are_remarked_on(report: dict[st
         assert "NAME+stream" not in str(tables(report)[0].caption)
 
 
+def test_texts_that_rounding_may_change_are_remarked_on(report: dict[str, Any]) -> None:
+    """In half precision another text is no fault; in fp32 it would be."""
+    greedy = report["settings"][0]
+    for dtype, identical, remarked in (
+        ("bfloat16", 0.85, True),
+        ("float16", 0.85, True),
+        ("bfloat16", 1.0, False),
+        ("float32", 0.85, False),
+    ):
+        greedy["dtype"], greedy["methods"][1]["identical"] = dtype, identical
+        assert ("near tie" in str(tables(report)[0].caption)) is remarked
+        assert ("near tie" in markdown(report)) is remarked
+
+
+def test_only_texts_of_the_same_stream_are_said_to_differ_by_rounding(
+    report: dict[str, Any],
+) -> None:
+    sampled = report["settings"][1]
+    sampled["dtype"], ours = "bfloat16", sampled["methods"][1]
+    ours |= {"accepted_by_depth": [0.5], "seconds_by_phase": {"draft": 1.0}, "identical": 0.5}
+    for name, remarked in (("heads", False), ("heads+stream", True)):
+        ours["name"] = name
+        assert ("near tie" in str(tables(report)[1].caption)) is remarked
+
+
 def test_identity_is_never_rounded_up_to_yes() -> None:
     assert identity_cell(1.0, 20) == "yes"
     assert identity_cell(0.95, 20) == "19 of 20"
