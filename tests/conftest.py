@@ -121,6 +121,16 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other program has the processors, and no round is unlike the others, however busy this
+    machine is: what is measured is kept."""
+    from medusa_heads.machine import measurements, products
+
+    monkeypatch.setattr(measurements, "_waited", lambda: 0.0)
+    monkeypatch.setattr(products, "_spread", lambda _: 0.0)
+
+
+@pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
     """Run a command with a user's mistake: exit code 2, and one sentence, which is returned."""
 

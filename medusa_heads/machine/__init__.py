@@ -10,12 +10,18 @@ from medusa_heads.machine.kernels import (
     pack,
     packed_product,
 )
-from medusa_heads.machine.measurements import Measurements, as_seconds, measurement_folder
+from medusa_heads.machine.measurements import (
+    Contention,
+    Measurements,
+    as_seconds,
+    measurement_folder,
+)
 from medusa_heads.machine.products import Shape, Use, int8_gain, packed_gain
 
 __all__ = [
     "GAIN",
     "Choice",
+    "Contention",
     "Measurements",
     "Shape",
     "Use",

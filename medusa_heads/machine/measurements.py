@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from medusa_heads.files import read_json, remove_leftovers, replace_json
-from medusa_heads.machine.facts import machine_facts
+from medusa_heads.machine.facts import machine_facts, usable_cores
 
 CACHE_VARIABLE = "MEDUSA_HEADS_CACHE"
 _VERSION = 2
 _MOST = 256  # measurements of a kind: the oldest ones go
 MOMENT, AGE = 1e-12, 1e9  # what no clock tells apart, and what nobody has waited for
+# Of the time, that threads may wait for a processor: the least times show none of it.
+_WAITING = 0.1
 
 
 def measurement_folder() -> Path:
@@ -40,6 +43,30 @@ def as_seconds(stored: Any, *, least: float = MOMENT) -> float:
     if not least <= stored <= AGE:
         raise ValueError(f"expected seconds from {least} to {AGE}, got {stored!r}")
     return float(stored)
+
+
+class Contention:
+    """Whether other programs had the processors that this one wanted, since this was made. Steps on
+    a GPU are judged alike: this host starts them one by one, and its clock times them."""
+
+    def __init__(self) -> None:
+        self._began, self._waited = time.perf_counter(), _waited()
+
+    def seen(self) -> bool:
+        now, seconds = _waited(), time.perf_counter() - self._began
+        if now is None or self._waited is None:  # the load over a minute says less
+            return hasattr(os, "getloadavg") and os.getloadavg()[0] > usable_cores()
+        return now - self._waited > _WAITING * seconds
+
+
+def _waited() -> float | None:
+    """Seconds that the threads of this process have waited for a processor, all in all; None where
+    the system does not say."""
+    try:
+        tasks = [task.read_text() for task in Path("/proc/self/task").glob("*/schedstat")]
+        return sum(int(task.split()[1]) for task in tasks) / 1e9 if tasks else None
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from medusa_heads.machine.devices import wait_for
-from medusa_heads.machine.facts import usable_cores
 from medusa_heads.machine.kernels import (
     has_int8_products,
     has_packed_products,
@@ -26,7 +24,12 @@ from medusa_heads.machine.kernels import (
     pack,
     packed_product,
 )
-from medusa_heads.machine.measurements import Measurements, as_seconds, measurement_folder
+from medusa_heads.machine.measurements import (
+    Contention,
+    Measurements,
+    as_seconds,
+    measurement_folder,
+)
 
 Use = Literal["decode", "two", "draft", "few", "tree", "batch", "train"]
 """One row; the few of a draft; of a small tree; a tree of some 16 nodes; many rows or a prompt; a
@@ -85,8 +88,6 @@ _SECONDS = 0.25  # of all rounds; the first ones are run whatever they take
 _HOPELESS = 2.5  # times the fastest
 # Rounds of what is fastest disagree by at most 0.3 where nothing else runs, else by much more.
 _AGREEING = 0.5
-# Of the time, that threads may wait for a processor: the least times show none of it.
-_WAITING = 0.1
 _SQUARE = Shape(hidden=1024, intermediate=1024, layers=5)
 _SLOW = 0.1  # seconds: compiling a kernel does not take so long
 
@@ -180,7 +181,7 @@ def measure(
 
     What takes long and is far behind the fastest is left with what it took in the rounds before.
     """
-    began, waited = time.perf_counter(), _waited()
+    contention = Contention()
     passes = {dtype: _pass(use, device, dtype, shape) for dtype in dtypes}
     running = [(dtype, count) for dtype in dtypes for count in threads]
     times: dict[tuple[str, int], list[float]] = {each: [] for each in running}
@@ -210,26 +211,7 @@ def measure(
     seconds = {each: min(taken) for each, taken in times.items()}
     best = [min((each for each in times if each[0] == d), key=seconds.__getitem__) for d in dtypes]
     spread = max(_spread(times[each]) for each in best)
-    busy = _is_busy(waited, time.perf_counter() - began)
-    return seconds, spread <= _AGREEING and not busy
-
-
-def _is_busy(waited: float | None, seconds: float) -> bool:
-    """Whether other programs had the processors that this one wanted, in so many seconds."""
-    now = _waited()
-    if now is None or waited is None:  # the load over a minute says less
-        return hasattr(os, "getloadavg") and os.getloadavg()[0] > usable_cores()
-    return now - waited > _WAITING * seconds
-
-
-def _waited() -> float | None:
-    """Seconds that the threads of this process have waited for a processor, all in all; None where
-    the system does not say."""
-    try:
-        tasks = [task.read_text() for task in Path("/proc/self/task").glob("*/schedstat")]
-        return sum(int(task.split()[1]) for task in tasks) / 1e9 if tasks else None
-    except (OSError, ValueError, IndexError):
-        return None
+    return seconds, not contention.seen() and spread <= _AGREEING
 
 
 def _spread(taken: Sequence[float]) -> float:

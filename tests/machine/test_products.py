@@ -16,11 +16,13 @@ import pytest
 import torch
 
 from medusa_heads.machine import (
+    Contention,
     Measurements,
     Shape,
     Use,
     choose,
     measurement_folder,
+    measurements,
 )
 from medusa_heads.machine import products as module
 from medusa_heads.machine.kernels import has_packed_products
@@ -29,12 +31,11 @@ from tests.machine.small import BF16, CPU, SLOW_BF16, SMALL, store_of
 
 
 @pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
-    """Seconds that threads have waited, as they are asked for, and no round unlike the others,
-    however busy this machine is; once all were given, no thread waits any more."""
+def waits(quiet: None, monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
+    """Seconds that threads have waited, as they are asked for, however busy this machine is; once
+    all were given, no thread waits any more."""
     given: list[float | None] = []
-    monkeypatch.setattr(module, "_waited", lambda: given.pop(0) if given else 0.0)
-    monkeypatch.setattr(module, "_spread", lambda _: 0.0)
+    monkeypatch.setattr(measurements, "_waited", lambda: given.pop(0) if given else 0.0)
     return given
 
 
@@ -120,7 +121,7 @@ def test_what_a_busy_machine_says_is_for_this_process_alone(
 
 
 @pytest.mark.skipif(
-    module._waited() is None, reason="the system does not say how long threads wait"
+    measurements._waited() is None, reason="the system does not say how long threads wait"
 )
 def test_waiting_for_a_processor_is_noticed() -> None:
     """One processor for two programs: each waits about half of the time."""
@@ -131,10 +132,10 @@ def test_waiting_for_a_processor_is_noticed() -> None:
         with subprocess.Popen([sys.executable, "-c", other], stdout=subprocess.PIPE) as running:
             assert running.stdout is not None
             running.stdout.readline()
-            waited, began = module._waited(), time.perf_counter()
+            contention, began = Contention(), time.perf_counter()
             while time.perf_counter() < began + 0.2:
                 pass
-            assert module._is_busy(waited, time.perf_counter() - began)
+            assert contention.seen()
             running.kill()
     finally:
         os.sched_setaffinity(0, cores)

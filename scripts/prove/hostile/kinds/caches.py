@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from medusa_heads.machine import products
+from medusa_heads.machine import measurements, products
 from scripts.prove.hostile.attempt import Attempt
 from scripts.prove.hostile.commands import read_by
 from scripts.prove.hostile.kinds.sidecars import NO_JSON
@@ -203,6 +203,7 @@ def _sane(found: dict[str, float]) -> bool:
 @contextmanager
 def _cache(folder: Path) -> Iterator[None]:
     # What is measured beside other programs would not be kept.
-    alone = patch.multiple(products, _waited=lambda: 0.0, _spread=lambda _: 0.0)
-    with patch.dict(os.environ, MEDUSA_HEADS_CACHE=str(folder)), alone:
+    alone = patch.object(measurements, "_waited", lambda: 0.0)
+    alike = patch.object(products, "_spread", lambda _: 0.0)
+    with patch.dict(os.environ, MEDUSA_HEADS_CACHE=str(folder)), alone, alike:
         yield
