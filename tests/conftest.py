@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,6 +129,15 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(measurements, "_waited", lambda: 0.0)
     monkeypatch.setattr(products, "_spread", lambda _: 0.0)
+
+
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever somebody looks, threads have waited for a processor for an hour more."""
+    from medusa_heads.machine import measurements
+
+    waited = count(step=3600.0)
+    monkeypatch.setattr(measurements, "_waited", lambda: next(waited))
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""What decoding steps take on this machine: measured once, and kept on disk."""
+"""What decoding steps take on this machine: measured once, and kept on disk. What was measured
+beside other programs serves this process alone: they may be gone later.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import torch
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.step_bench import SIZES, RandomChain, StepBench, StepSeconds
 from medusa_heads.inference.drafters.base import Drafter
-from medusa_heads.machine import Measurements, as_seconds
+from medusa_heads.machine import Contention, Measurements, as_seconds, measurement_folder
 from medusa_heads.target.graphs.captured import as_it_is
 from medusa_heads.target.graphs.compiled import CompiledTarget
 from medusa_heads.target.packed import PackedMatrices
@@ -23,6 +25,8 @@ _FEW_SIZES, _SHORT_CONTEXT = (3, 15, 63), 32  # of a large target, whose every f
 _SECONDS = 0.5  # of measuring a small one
 _SLOW = 0.1  # seconds of a step that is not worth repeating
 _Of = TypeVar("_Of")
+
+_unkept: dict[str, Mapping[str, Any]] = {}  # what was measured beside other programs
 
 
 def target_clock(
@@ -39,10 +43,11 @@ def target_clock(
     """
     target = as_it_is(target)  # whose cache a text may be using
     facts = target_facts(target)
-    clock = _once(target, "clock", facts, _clock, lambda: {"step": _measure_steps(target)})
+    clock, _ = _once(target, "clock", facts, _clock, lambda: {"step": _measure_steps(target)})
     for name, (drafter, of) in (drafters or {}).items():
         own, measure = {"source": [name, dict(of)]}, partial(_measure_drafting, target, drafter)
-        clock.learn_drafting(name, _once(target, "drafting", facts | own, _drafting, measure))
+        drafting, _ = _once(target, "drafting", facts | own, _drafting, measure)
+        clock.learn_drafting(name, drafting)
     return clock
 
 
@@ -54,8 +59,9 @@ def step_seconds(
     batch_size: int,
     *,
     refresh: bool = False,
-) -> dict[str, StepSeconds]:
-    """Seconds of a step with each drafter, from disk where they were measured before.
+) -> tuple[dict[str, StepSeconds], bool]:
+    """Seconds of a step with each drafter, from disk where they were measured before; and whether
+    other programs had the processors while they were, in which case they are not on disk.
 
     Args:
         target: the target.
@@ -63,7 +69,7 @@ def step_seconds(
         kind: whatever else of the drafters a step's time depends on, as plain values.
         context: tokens in the cache while measuring.
         batch_size: sequences decoded together.
-        refresh: measure even if an earlier measurement is on disk.
+        refresh: measure even if there is an earlier measurement, on disk or of this process.
 
     Raises:
         ValueError: the context does not fit the target.
@@ -92,18 +98,26 @@ def _once(
     measure: Callable[[], Mapping[str, Any]],
     *,
     refresh: bool = False,
-) -> _Of:
-    """What was measured under these facts, as `read` makes it of what is kept. Where nothing is
-    kept, or it is damaged, or it shall be refreshed, it is measured and kept."""
-    store = Measurements()
+) -> tuple[_Of, bool]:
+    """What was measured under these facts, as `read` makes it of what is kept; and whether it was
+    beside other programs. Where nothing is kept, or it is damaged, or it shall be refreshed, it is
+    measured and kept."""
+    store, key = Measurements(), f"{measurement_folder()} {kind} {facts}"
+    if key in _unkept and not refresh:
+        return read(_unkept[key]), True
     try:
-        return read({} if refresh else store.read(kind, facts) or {})
+        return read({} if refresh else store.read(kind, facts) or {}), False
     except (AttributeError, KeyError, TypeError, ValueError):
+        contention = Contention()
         # Uncompiled where the target would compile: every size would be a graph of its own.
         with target.uncompiled() if isinstance(target, CompiledTarget) else nullcontext():
             measured = measure()
-    store.write(kind, facts, measured)
-    return read(measured)
+    if beside_others := contention.seen():
+        _unkept[key] = measured
+    else:
+        _unkept.pop(key, None)
+        store.write(kind, facts, measured)
+    return read(measured), beside_others
 
 
 def _clock(kept: Mapping[str, Any]) -> Clock:

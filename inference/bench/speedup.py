@@ -108,12 +108,13 @@ def analyze(
     chances = chain_chances(statistics)
     expected = expected_tokens(statistics, chain_only=True)
     kind = read_as(heads) | {"chains": len(chances)}
-    batches = []
+    batches, beside_others = [], False
     for rows in sizes:
         where: dict[str, Any] = {"context": context, "batch_size": rows, "refresh": refresh}
         chains = measured_sizes(target, heads, statistics, expected, kind, **where)
         trees = [] if chain_only else tune(target, heads, statistics, **where)
         batches.append(_batch(rows, chains, trees))
+        beside_others |= any(size.beside_others for size in (*chains, *trees))
     report: dict[str, Any] = {
         "target": target.name_or_path,
         # What scripts/grown/target.py made costs as much as its size says, but guesses as small.
@@ -121,6 +122,7 @@ def analyze(
         "dtype": str(target.dtype).removeprefix("torch."),
         "context": context,
         "machine": describe_machine(),
+        "beside_others": beside_others,  # as some steps were measured
         "positions": statistics.positions,
         "acceptance": (acceptance := mean_acceptance(chances)),
         "top_1": statistics.top_k_accuracy(1),

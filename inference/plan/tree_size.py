@@ -28,12 +28,14 @@ _AS_FAST = 0.98  # closer than this, measured times do not tell two trees apart
 @dataclass(frozen=True)
 class TreeSize:
     """One size of tree on this machine, in the words of trees.py: the measured time of a step, that
-    of its draft among it, and the tokens expected of it at a random position."""
+    of its draft among it, and the tokens expected of it at a random position; and whether other
+    programs had the processors while it was measured."""
 
     tree: str
     step_seconds: float
     tokens_per_step: float
     drafting_seconds: float = 0.0
+    beside_others: bool = False
 
     @property
     def nodes(self) -> int:
@@ -100,9 +102,10 @@ def measured_sizes(
     """Trees by the tokens expected of a step, with its measured time; `kind` and `where` are those
     of `step_seconds`."""
     drafters = {tree: make_drafter(tree, heads, statistics) for tree in expected}
-    seconds = step_seconds(target, drafters, heads.config.to_dict() | kind, **where)
+    of = heads.config.to_dict() | kind
+    seconds, beside_others = step_seconds(target, drafters, of, **where)
     return [
-        TreeSize(tree, seconds[tree].step, tokens, seconds[tree].drafting)
+        TreeSize(tree, seconds[tree].step, tokens, seconds[tree].drafting, beside_others)
         for tree, tokens in expected.items()
     ]
 

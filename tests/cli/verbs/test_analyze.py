@@ -12,7 +12,7 @@ from tests.conftest import Refused
 
 
 def test_tables_and_files(
-    speaker: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    speaker: Path, cache: Path, quiet: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     heads, output = str(speaker / "heads"), tmp_path / "analysis"
     flags = ["--batch-sizes", "1", "2", "--context", "16", "--report", str(output)]

@@ -20,6 +20,7 @@ from tests.conftest import Refused
 def test_measures_once_and_marks_the_fastest(
     speaker: Path,
     cache: Path,
+    quiet: None,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -50,7 +51,7 @@ def test_measures_once_and_marks_the_fastest(
 
 
 def test_several_contexts_and_a_batch(
-    speaker: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+    speaker: Path, cache: Path, quiet: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(speaker / "heads"), "--context", "8", "16", "--batch-size", "2"]) == 0
     shown = capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
 from medusa_heads.inference.adapt import measure
 from medusa_heads.inference.adapt.measure import room, step_seconds, target_clock
 from medusa_heads.inference.adapt.step_bench import SIZES, RandomChain
+from medusa_heads.machine import measurements
 from tests.conftest import TinyLlama
 from tests.inference.clock import Clock
 
@@ -41,17 +43,67 @@ def test_a_clock_is_measured_once(
 
 
 def test_steps_are_measured_once_unless_asked_anew(
-    tiny_llama: TinyLlama, cache: Path, no_more: Any
+    tiny_llama: TinyLlama, cache: Path, quiet: None, no_more: Any
 ) -> None:
     target = TargetModel(tiny_llama())
     drafters = {"short": RandomChain(1, 199), "long": RandomChain(5, 199)}
-    steps = step_seconds(target, drafters, {}, 16, 1)
+    steps, _ = kept = step_seconds(target, drafters, {}, 16, 1)
     assert all(0 <= each.drafting < each.step for each in steps.values())
     no_more()
-    assert step_seconds(target, drafters, {}, 16, 1) == steps
+    assert step_seconds(target, drafters, {}, 16, 1) == kept
     for other in ({"refresh": True}, {}):
         with pytest.raises(pytest.fail.Exception):
             step_seconds(target, drafters, {}, 16 if other else 17, 1, **other)
+
+
+def test_what_a_busy_machine_says_is_for_this_process_alone(
+    tiny_llama: TinyLlama, cache: Path, busy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every kind: it is not measured twice here, and another process measures again."""
+    monkeypatch.setattr(measure, "_unkept", {})
+    target = TargetModel(tiny_llama(num_layers=1, hidden_size=32))
+    drafters = {"chain": RandomChain(3, target.vocab_size)}
+    source = {"chain": (drafters["chain"], {"nodes": 3})}
+
+    def all_of_it() -> list[Any]:
+        clock = target_clock(target, source)
+        steps = step_seconds(target, drafters, {}, 16, 1)
+        return [clock.step(4), clock.drafting("chain"), steps]
+
+    first = all_of_it()
+    assert first[-1][1]  # beside other programs
+    assert all_of_it() == first and not cache.exists()
+    monkeypatch.setattr(measure, "_unkept", {})  # as in another process
+    assert all_of_it() != first and not cache.exists()
+
+
+def test_a_busy_machine_may_be_asked_again(
+    tiny_llama: TinyLlama, cache: Path, busy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = TargetModel(tiny_llama(num_layers=1, hidden_size=32))
+    ask = partial(step_seconds, target, {"chain": RandomChain(3, 199)}, {}, 16, 1)
+    first = ask()
+    again = ask(refresh=True)
+    assert first[1] and again[1] and again != first
+    assert ask() == again  # this process goes by the last one
+    monkeypatch.setattr(measurements, "_waited", lambda: 0.0)
+    assert ask() == again and not cache.exists()
+    kept, beside_others = ask(refresh=True)
+    assert not beside_others and ask() == (kept, False)
+    assert len(list((cache / "steps").iterdir())) == 1
+
+
+def test_a_busy_machine_leaves_what_was_kept(
+    tiny_llama: TinyLlama, cache: Path, quiet: None, request: pytest.FixtureRequest
+) -> None:
+    target = TargetModel(tiny_llama(num_layers=1, hidden_size=32))
+    ask = partial(step_seconds, target, {"chain": RandomChain(3, 199)}, {}, 16, 1)
+    ask()
+    (kept,) = (cache / "steps").iterdir()
+    written = kept.read_bytes()
+    request.getfixturevalue("busy")
+    again = ask(refresh=True)
+    assert again[1] and ask() == again and kept.read_bytes() == written
 
 
 @pytest.mark.parametrize(
@@ -70,7 +122,12 @@ def test_steps_are_measured_once_unless_asked_anew(
     ],
 )
 def test_damaged_files_are_measured_anew(
-    tiny_llama: TinyLlama, cache: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str
+    tiny_llama: TinyLlama,
+    cache: Path,
+    quiet: None,
+    monkeypatch: pytest.MonkeyPatch,
+    old: str,
+    new: str,
 ) -> None:
     target = TargetModel(tiny_llama(num_layers=1, hidden_size=32))
     times: list[dict[int, float]] = [{1: 1.0, 4: 2.0}, {1: 5.0, 4: 6.0}]
@@ -84,7 +141,9 @@ def test_damaged_files_are_measured_anew(
 
 
 @pytest.mark.parametrize("damage", ['"x"', "-1.0", "NaN", "null", "[1.0]"])
-def test_damaged_drafting_is_measured_anew(tiny_llama: TinyLlama, cache: Path, damage: str) -> None:
+def test_damaged_drafting_is_measured_anew(
+    tiny_llama: TinyLlama, cache: Path, quiet: None, damage: str
+) -> None:
     target = TargetModel(tiny_llama(num_layers=1, hidden_size=32))
     source = {"chain": (RandomChain(3, target.vocab_size), {"nodes": 3})}
     first = target_clock(target, source).drafting("chain")
@@ -121,7 +180,7 @@ def test_a_slow_target_is_tried_and_measured_in_ten_forwards(
 
 
 def test_another_source_measures_no_step(
-    tiny_llama: TinyLlama, cache: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: TinyLlama, cache: Path, quiet: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_llama(vocab_size=24)
     forwards = Forwards(model, Clock(monkeypatch), 0.001)

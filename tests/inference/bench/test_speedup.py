@@ -177,7 +177,7 @@ def test_memory_of_heads_is_what_they_hold(
 
 
 def test_chains_in_eight_bits_are_measured_anew(
-    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, cache: Path
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, cache: Path, quiet: None
 ) -> None:
     monkeypatch.setattr(drafting, "SMALLEST", 0)
     target = TargetModel(tiny_llama())

@@ -101,6 +101,7 @@ def test_medusa_choices_files(heads: MedusaHeads, tmp_path: Path) -> None:
 def test_tune_measures_once_and_keeps_the_result(
     tiny_llama: TinyLlama,
     statistics: HeadStatistics,
+    quiet: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     batch_size: int,
@@ -170,7 +171,7 @@ def test_targets_that_verify_chains_are_tuned_by_chains(cache: Path) -> None:
 
 
 def test_auto_is_the_default(
-    tiny_llama: TinyLlama, statistics: HeadStatistics, cache: Path
+    tiny_llama: TinyLlama, statistics: HeadStatistics, cache: Path, quiet: None
 ) -> None:
     model = tiny_llama()
     fresh = MedusaHeads.from_target(model, HeadsConfig(num_heads=3))

@@ -76,7 +76,7 @@ class Caches:
         from medusa_heads.inference.adapt.step_bench import RandomChain
 
         chains = {str(size): RandomChain(size, 4096) for size in (1, 3)}
-        found = step_seconds(self._workshop.target, chains, {"chain": 1}, 16, 1)
+        found, _ = step_seconds(self._workshop.target, chains, {"chain": 1}, 16, 1)
         steps = {name: each.step for name, each in found.items()}
         return steps | {f"drafting {name}": each.drafting for name, each in found.items()}
 
