@@ -21,6 +21,12 @@ from medusa_heads.inference.plan.trees import make_drafter
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.statistics import HeadStatistics
 
+BESIDE_OTHERS = (
+    "Steps waited for processors while they were measured, as beside other programs, and such "
+    "times are not kept: measure again with --refresh when nothing else runs."
+)
+"""What is said of measured trees where that is so of any."""
+
 _MOST_NODES = 1024
 _AS_FAST = 0.98  # closer than this, measured times do not tell two trees apart
 

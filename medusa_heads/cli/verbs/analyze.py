@@ -37,6 +37,7 @@ def analyze(arguments: AnalyzeArguments) -> None:
     from medusa_heads.inference.bench.memory import Memory
     from medusa_heads.inference.bench.speedup import memory_overhead
     from medusa_heads.inference.engine.capability import capability
+    from medusa_heads.inference.plan.tree_size import BESIDE_OTHERS
     from medusa_heads.machine.devices import free_memory
 
     assert model.statistics is not None
@@ -64,6 +65,8 @@ def analyze(arguments: AnalyzeArguments) -> None:
     ]
     report["memory_free"] = free_memory(model.target.device)
     console.print(*speedup_report.tables(report))
+    if report["beside_others"]:
+        print(BESIDE_OTHERS)
     print(speedup_report.break_even_sentence(report))
     if too_much := speedup_report.memory_sentence(report):
         print(too_much)

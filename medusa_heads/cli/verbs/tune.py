@@ -56,7 +56,7 @@ def tune(arguments: TuneArguments) -> None:
 
     assert model.statistics is not None
     print_choices()
-    console = Console()
+    console, kept = Console(), False
     for context in arguments.context or [min(DEFAULT_CONTEXT, most or DEFAULT_CONTEXT)]:
         with console.status(f"measuring at a context of {context}"):
             sizes = tree_size.tune(
@@ -70,7 +70,11 @@ def tune(arguments: TuneArguments) -> None:
         dtype = str(model.target.dtype).removeprefix("torch.")
         batch = f", batch of {arguments.batch_size}" if arguments.batch_size > 1 else ""
         console.print(_table(sizes, f"{dtype}, {context} tokens of context{batch}"))
-    print(f"Measurements are kept in {measurement_folder()}")
+        if beside_others := any(size.beside_others for size in sizes):
+            print(tree_size.BESIDE_OTHERS)
+        kept |= not beside_others
+    if kept:
+        print(f"Measurements are kept in {measurement_folder()}")
     if written is not None:
         fixed = [size for size in sizes if size.tree.startswith(("static:", "chain:"))]
         best = max(fixed, key=lambda size: size.tokens_per_second)

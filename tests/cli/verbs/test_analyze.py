@@ -20,6 +20,7 @@ def test_tables_and_files(
     shown = capsys.readouterr().out
     for words in ("chain:2", "static:63", "theorem", "Drafting pays", "the heads, as held"):
         assert words in shown
+    assert "waited for processors" not in shown
     report = json.loads((output / "analysis.json").read_text())
     assert report["context"] == 16 and report["memory"]["heads"] > 0
     assert report["target"] == str(speaker / "target") and (output / "analysis.png").is_file()
@@ -31,6 +32,17 @@ def test_tables_and_files(
     again = ["--batch-sizes", "1", "--context", "16", "--refresh"]
     assert main([heads, *again]) == 0
     assert {path: path.read_text() for path in cache.rglob("*.json")} != measured
+
+
+def test_a_busy_machine_is_named_below_the_tables(
+    speaker: Path, cache: Path, busy: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [str(speaker / "heads"), "--batch-sizes", "1", "--context", "16"]
+    assert main([*flags, "--report", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("memory at most") < shown.index("Steps waited for processors")
+    assert json.loads((tmp_path / "analysis.json").read_text())["beside_others"] is True
+    assert not (cache / "steps").exists()
 
 
 @pytest.mark.parametrize(

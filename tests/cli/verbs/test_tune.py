@@ -29,6 +29,7 @@ def test_measures_once_and_marks_the_fastest(
     assert main([heads]) == 0
     shown = capsys.readouterr().out
     assert all(f"static:{n} " in shown for n in SIZES) and shown.count("<- fastest") == 1
+    assert "waited for processors" not in shown
     assert "256 tokens of context" in shown and str(cache) in shown.replace("\n", "")
 
     # What lies on disk decides from now on.
@@ -48,6 +49,16 @@ def test_measures_once_and_marks_the_fastest(
 
     assert main([heads, "--refresh"]) == 0
     assert json.loads(kept.read_text())["values"]["static:7"][0] > 1e-9
+
+
+def test_a_busy_machine_is_named_below_the_table(
+    speaker: Path, cache: Path, busy: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [str(speaker / "heads"), "--context", "8"]
+    assert main(flags) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("<- fastest") < shown.index("Steps waited for processors")
+    assert "Measurements are kept" not in shown and not (cache / "steps").exists()
 
 
 def test_several_contexts_and_a_batch(
