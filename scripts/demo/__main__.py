@@ -2,10 +2,10 @@
 
     python -m scripts.demo
 
-`make demo` does that, too. It tries for some seconds how fast this machine is, plans as much text and as many prompts as fit
-into a few minutes, and does what two public commands do: `train-heads --config configs/demo.yaml`
-and `medusa-heads benchmark runs/demo/heads`. What they make is kept in `runs/demo`; a stage whose
-inputs have not changed since it last finished is not run again.
+`make demo` does that, too. It tries for some seconds how fast this machine is, plans as much text
+and as many prompts as fit into a few minutes, and does what two public commands do: `train-heads
+--config configs/demo.yaml` and `medusa-heads benchmark runs/demo/heads`. What they make is kept in
+`runs/demo`; a stage whose inputs have not changed since it last finished is not run again.
 """
 
 from __future__ import annotations
