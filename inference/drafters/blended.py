@@ -21,7 +21,12 @@ from medusa_heads.inference.adapt.lessons import Lessons
 from medusa_heads.inference.adapt.situation import BOUNDS, FURTHER, Draft, Situation, Step, Trial
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.forest import grown
-from medusa_heads.inference.drafters.growing import Growing, Proposal, Source
+from medusa_heads.inference.drafters.growing import (
+    Agreement,
+    Growing,
+    Proposal,
+    Source,
+)
 from medusa_heads.inference.drafters.text import TextSource
 from medusa_heads.inference.engine.state import DecodingState, Drawing
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
@@ -72,6 +77,8 @@ class BlendedDrafter(Drafter):
         self._situations: dict[tuple[Drawing, int], Situation] = {}
         self._last: Step | None = None
         self._again = [0] * len(self._sources)  # steps for which each is asked whatever it gains
+        # Only sources that know the same noise are far from independent.
+        self._agreement: dict[Drawing, Agreement] = {"keyed": Agreement()}
         self.num_nodes = max(self._sizes) + 1
         self.reads_prompt = any(source.reads_prompt for source in self._sources)
         self._lessons = lessons
@@ -80,6 +87,8 @@ class BlendedDrafter(Drafter):
             for each in learning:
                 for drawing, evidence in each.evidence.items():
                     lessons.go_on(f"{each.name} {drawing}", evidence.columns)
+            for drawing, agreement in self._agreement.items():
+                lessons.go_on(f"agreement {drawing}", agreement.evidence.columns)
             weakref.finalize(self, lessons.write)  # when nobody drafts with it any more
 
     def propose(self, state: DecodingState) -> TokenTree:
@@ -168,9 +177,13 @@ class BlendedDrafter(Drafter):
         ]
         if not any(committed_B):
             return
+        agreement = self._agreement.get(state.drawing)
         for committed, own in zip(committed_B, step.offered, strict=True):
-            for proposal in own if committed else ():
-                proposal.learn(committed)
+            if committed and agreement is not None:
+                agreement.learn(own, committed)
+            elif committed:
+                for proposal in own:
+                    proposal.learn(committed)
         situation = step.situation
         for gains, before, behind, seconds in step.trials:
             accepted = before.accepted(committed_B), behind.accepted(committed_B)
@@ -238,6 +251,7 @@ class BlendedDrafter(Drafter):
                 least,
                 chain_only=chain_only,
                 further=FURTHER,
+                agreement=self._agreement.get(state.drawing),
             )
             for row, own, most in zip(state.rows, offered, most_B, strict=True)
         ]

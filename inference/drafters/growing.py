@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +12,13 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from medusa_heads.inference.adapt.evidence import Evidence
+from medusa_heads.inference.adapt.evidence import LEVELS, Evidence, level
 from medusa_heads.inference.engine.state import DecodingState, Drawing
 from medusa_heads.trees.prefix_tree import PrefixTree
 from medusa_heads.trees.tree import TokenTree
 
 _SUREST = 0.999  # no draft is certain
+_LEAST = 0.008  # a chance below which nothing is learnt of tokens where several sources speak
 _Of = TypeVar("_Of")
 _chance_of = itemgetter(0)
 
@@ -78,14 +80,19 @@ class Proposal:
         for true in committed:
             if place is None:
                 return
-            offered, place = self.offers(place), None
-            drafts = []
-            for _, token, after, group, expected in offered:
-                right = token == true
-                drafts.append((group, float(right), expected))
-                if right:
-                    place = after
-            self.evidence.learn_all(drafts)
+            place = self.learn_at(place, true)
+
+    def learn_at(self, place: Any, true: int) -> Any:
+        """Compare with the token that came there. Returns the place behind it; None where the
+        source did not offer it."""
+        drafts, behind = [], None
+        for _, token, after, group, expected in self.offers(place):
+            right = token == true
+            drafts.append((group, float(right), expected))
+            if right:
+                behind = after
+        self.evidence.learn_all(drafts)
+        return behind
 
 
 class Source(ABC):
@@ -122,6 +129,77 @@ def by_drawing(make: Callable[[], _Of]) -> dict[Drawing, _Of]:
     return {"greedy": make(), "drawn": make(), "keyed": make()}
 
 
+class Agreement:
+    """What comes of tokens where several sources speak at once.
+
+    Independent sources that agree would be right more often than either. Sources that know the same
+    noise are not independent, and one that others contradict is right less often than where it
+    speaks alone. So each place teaches either the one source that speaks there, or this.
+
+    Attributes:
+        evidence: accepted over what independent sources promise: of tokens that one of several
+            sources offers, then of those that more than one does.
+    """
+
+    def __init__(self) -> None:
+        self.evidence = Evidence([1.0] * (2 * LEVELS))
+
+    def pooled(self, places: _Places, floor: float) -> list[tuple[float, int, _Places]]:
+        """Of each token behind these places its chance, its id, and who goes on behind it; without
+        offers of a smaller chance than the floor."""
+        accepted, counted = self.evidence.columns
+        found: list[tuple[float, int, _Places]] = []
+        for token, (own, afters) in _merged(places, floor).items():
+            group = _group(own, afters)
+            found.append((min(own * (accepted[group] / counted[group]), _SUREST), token, afters))
+        return found
+
+    def learn(self, proposals: Sequence[Proposal], committed: Sequence[int]) -> None:
+        """Compare with what the target wrote, as far as any of them was right."""
+        places: _Places = [(proposal, proposal.root) for proposal in proposals]
+        for true in committed:
+            places = _speaking(places)
+            if not places:
+                return
+            if len(places) == 1:
+                ((proposal, place),) = places
+                behind = proposal.learn_at(place, true)
+                places = () if behind is None else ((proposal, behind),)
+                continue
+            merged = _merged(places, _LEAST)
+            self.evidence.learn_all(
+                (_group(own, afters), float(token == true), own)
+                for token, (own, afters) in merged.items()
+            )
+            places = merged[true][1] if true in merged else ()
+
+
+def _speaking(places: _Places) -> _Places:
+    """Those behind which something is offered."""
+    return [(proposal, place) for proposal, place in places if proposal.offers(place)]
+
+
+def _group(chance: float, afters: _Places) -> int:
+    return level(chance) + LEVELS * (len(afters) > 1)
+
+
+def _merged(places: _Places, floor: float) -> dict[int, tuple[float, list[tuple[Proposal, Any]]]]:
+    """Of each token the chance that one of its sources is right, as if they were independent, and
+    who goes on behind it."""
+    merged: dict[int, tuple[float, list[tuple[Proposal, Any]]]] = {}
+    for proposal, place in places:
+        for own, token, after, _, _ in proposal.offers(place):
+            if own < floor:
+                break
+            known = merged.get(token)
+            if known is None:
+                merged[token] = (own, [(proposal, after)])
+            else:
+                known[1].append((proposal, after))
+                merged[token] = (own + known[0] - own * known[0], known[1])
+    return merged
+
+
 class Growing:
     """A row's tree that grows node by node: always the likeliest of all that is offered behind its
     nodes so far.
@@ -136,6 +214,8 @@ class Growing:
         least: no node has a smaller chance.
         chain_only: never more than one node behind another.
         further: see PrefixTree.
+        agreement: what came of tokens where several sources spoke at once; None where nothing is
+            known of that.
     """
 
     def __init__(
@@ -147,9 +227,11 @@ class Growing:
         *,
         chain_only: bool = False,
         further: float = 1.0,
+        agreement: Agreement | None = None,
     ) -> None:
         self.tree = PrefixTree(root, further)
         self._most, self._least, self._chain_only = most, least, chain_only
+        self._agreement = agreement or Agreement()
         # By chance, and the one that was found first of those that are equally likely.
         self._waiting: list[tuple[float, int, int, int, _Places]] = []
         self._found = 0
@@ -176,6 +258,7 @@ class Growing:
     def _look_behind(self, node: int, chance: float, places: _Places) -> None:
         floor, total = self._least / chance, 0.0
         found: list[tuple[float, int, _Places]] = []
+        places = _speaking(places)
         if len(places) == 1:
             ((proposal, place),) = places
             for own, token, after, _, _ in proposal.offers(place):
@@ -184,21 +267,8 @@ class Growing:
                 found.append((own, token, ((proposal, after),)))
                 total += own
         elif places:
-            merged: dict[int, tuple[float, list[tuple[Proposal, Any]]]] = {}
-            for proposal, place in places:
-                for own, token, after, _, _ in proposal.offers(place):
-                    if own < floor:
-                        break
-                    known = merged.get(token)
-                    if known is None:
-                        merged[token] = (own, [(proposal, after)])
-                        total += own
-                    else:  # independent sources that agree are right more often
-                        both = own + known[0] - own * known[0]
-                        total += both - known[0]
-                        known[1].append((proposal, after))
-                        merged[token] = (both, known[1])
-            found = [(own, token, afters) for token, (own, afters) in merged.items()]
+            found = self._agreement.pooled(places, floor)
+            total = math.fsum(own for own, _, _ in found)
         if self._chain_only and found:
             found = [max(found, key=_chance_of)]
         scale = chance if total <= 1.0 else chance / total

@@ -46,7 +46,7 @@ class RecyclingSource(Source):
         self._successors_VR = np.full((vocab_size, RANKS), _UNKNOWN, dtype=np.int64)
         self._chances_VR = np.zeros((vocab_size, RANKS), dtype=np.float32)
         self._groups_VR = np.zeros((vocab_size, RANKS), dtype=np.int8)
-        self.evidence = by_drawing(lambda: Evidence([_PRIOR] * (2 * LEVELS)))
+        self.evidence = by_drawing(lambda: Evidence([_PRIOR] * (4 * LEVELS)))
         self._seen: list[tuple[np.ndarray, ...]] = []
 
     def draft(self, state: DecodingState) -> list[Proposal]:
@@ -79,8 +79,10 @@ class RecyclingSource(Source):
         stand."""
         before, ahead = place
         known = [(token, chance) for token, chance, _, _ in self._behind(before)]
+        # Behind tokens that were right it is right more often than at the text's end.
+        further = 2 * LEVELS * (ahead > 0)
         return [
-            (token, chance, level(chance) + LEVELS * (rank > 0), (token, ahead + 1))
+            (token, chance, level(chance) + LEVELS * (rank > 0) + further, (token, ahead + 1))
             for rank, (token, chance) in enumerate(chances_drawn(known, partial(luck, ahead)))
         ]
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medusa_heads.inference.adapt.evidence import Evidence
-from medusa_heads.inference.drafters.growing import Growing, Proposal
+from medusa_heads.inference.adapt.evidence import LEVELS, Evidence, level
+from medusa_heads.inference.drafters.growing import Agreement, Growing, Proposal
 from tests.inference.drafters.growing import grow
 
 # What is offered behind each path of tokens.
@@ -67,6 +67,49 @@ def test_sources_that_agree_share_a_node_and_go_on_behind_it_together() -> None:
     assert tree.tokens == [9, 1, 4, 2, 3] and tree.parents == [-1, 0, 1, 1, 0]
     both = 0.5 + 0.4 - 0.5 * 0.4  # right more often than either
     assert tree.chances[1:] == pytest.approx([both, both * 0.6, both * 0.4, 0.1])
+
+
+def test_agreement_is_believed_as_far_as_it_came_true() -> None:
+    """Two that always agree know no more than one of them; who is contradicted knows less."""
+    one: Table = {(): {1: 0.6, 2: 0.3}, (1,): {4: 0.5}}
+    other: Table = {(): {1: 0.6, 3: 0.3}}
+    agreement = Agreement()
+    for step in range(2000):  # 1 comes six times in ten, 2 twice, 3 once, and once none of them
+        agreement.learn([Tabled(one), Tabled(other)], [(1, 2, 1, 3, 1, 2, 1, 5, 1, 1)[step % 10]])
+    tree = grow(9, [Tabled(one), Tabled(other)], 9, agreement=agreement)
+    assert tree.tokens == [9, 1, 4, 2, 3]
+    agreed, behind, *alone = tree.chances[1:]
+    assert agreed == pytest.approx(0.6, abs=0.02)
+    assert behind == pytest.approx(0.5 * agreed)  # where one speaks alone it is no question
+    assert alone == pytest.approx([0.15, 0.15], abs=0.01)
+    assert grow(9, [Tabled(one)], 9, agreement=agreement).chances[1:] == [0.6, 0.3, 0.3]
+    silent = grow(9, [Tabled(one), Tabled({})], 9, agreement=agreement)
+    assert silent.chances[1:] == [0.6, 0.3, 0.3]  # who says nothing contradicts nobody
+    sure = [Tabled({(): {1: 1.0}}) for _ in range(2)]
+    assert grow(9, sure, 1, agreement=agreement).chances == [1.0, 0.999]  # no draft is certain
+
+
+def test_each_place_teaches_who_speaks_there() -> None:
+    """One source of itself, several of what comes of them together, as far as any was right; and
+    nothing is learnt of what a budget would not have thought about."""
+    deep: Table = {(): {1: 0.5}, (1,): {2: 0.5}, (1, 2): {3: 0.4}, (1, 2, 3): {}}
+    short: Table = {(): {1: 0.5, 7: 0.007}, (1,): {2: 0.5, 8: 0.1}, (5,): {6: 0.5}}
+    both, alone = level(0.75) + LEVELS, level(0.1)
+    for committed, together, own in [
+        # Two right tokens that both offered, and a wrong one that one of them did.
+        ([1, 2, 3, 4], [(both, 1.0, 0.75), (both, 1.0, 0.75), (alone, 0.0, 0.1)], [(0, 1.0, 0.4)]),
+        ([5, 6], [(both, 0.0, 0.75)], []),
+        ([1], [(both, 1.0, 0.75)], []),
+    ]:
+        agreement, evidence = Agreement(), Evidence([1.0], memory=1e9)
+        agreement.learn([Tabled(deep, evidence), Tabled(short)], committed)
+        expected, of_one = Evidence([1.0] * 2 * LEVELS), Evidence([1.0], memory=1e9)
+        # Tokens of one place in the order in which they were offered: of each group that is one.
+        expected.learn_all(together)
+        of_one.learn_all(own)
+        assert evidence.columns == of_one.columns
+        for got, wanted in zip(agreement.evidence.columns, expected.columns, strict=True):
+            assert got == pytest.approx(wanted)
 
 
 def test_what_is_no_number_is_left_out_and_teaches_nothing() -> None:

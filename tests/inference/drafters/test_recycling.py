@@ -43,6 +43,27 @@ def test_recycled_tokens_are_learnt_from_as_they_were_drafted() -> None:
     assert offers[1] == offers[0]
 
 
+def test_what_stands_behind_right_tokens_is_counted_for_itself() -> None:
+    """Where the noise is known: there more is right than at the text's end."""
+    row = Row(0, 1, torch.tensor([1, 5]), StopCheck(StoppingCriteriaList()))
+    row.commit(5)
+    state: Any = SimpleNamespace(rows=[row], drawing="keyed", noise=Noise(3, [row], [0]))
+    source = RecyclingSource(8)
+    # Behind 5 the token 5 is all but certain, so that it is the first behind itself, too.
+    source.observe(TokenTree.root_only(torch.tensor([5])), 20.0 * torch.eye(8)[None, 5:6])
+    (drafted,) = source.draft(state)
+    right = next(offer for offer in drafted.offers(drafted.root) if offer[1] == 5)
+    further = next(offer for offer in drafted.offers(right[2]) if offer[1] == 5)
+    assert right[0] == pytest.approx(further[0], abs=1e-3)
+    drafted.learn([5, 5])
+    (again,) = source.draft(state)
+    accepted, counted = again.evidence.columns
+    assert right[3] < len(counted) // 2 <= further[3]
+    assert accepted[right[3]] / counted[right[3]] > 0.6
+    drafted.learn([5, 2])
+    assert accepted[right[3]] / counted[right[3]] > accepted[further[3]] / counted[further[3]]
+
+
 def test_trees_on_the_device_are_of_the_latest_successors() -> None:
     drafter, roots_B = RecycledTrees(10, 6), torch.tensor([3, 8])
     state: Any = SimpleNamespace(rows=[], noise=None, roots_B=roots_B)

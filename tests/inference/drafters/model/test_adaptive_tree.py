@@ -263,6 +263,7 @@ def test_no_fixed_length_is_much_better(sure: float, share: float, forward: floa
     assert world.tokens / world.seconds > (0.97 if forward < 0.4 else 0.95) * best
 
 
+@pytest.mark.usefixtures("quiet")
 def test_clocks_are_measured_once(pair: tuple[Any, Any], cache: Path) -> None:
     """One for the target and one for the draft model, of forwards with more and fewer tokens."""
     target, draft = pair
