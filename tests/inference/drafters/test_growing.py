@@ -92,12 +92,14 @@ def test_agreement_is_believed_as_far_as_it_came_true() -> None:
 def test_each_place_teaches_who_speaks_there() -> None:
     """One source of itself, several of what comes of them together, as far as any was right; and
     nothing is learnt of what a budget would not have thought about."""
-    deep: Table = {(): {1: 0.5}, (1,): {2: 0.5}, (1, 2): {3: 0.4}, (1, 2, 3): {}}
+    deep: Table = {(): {1: 0.5}, (1,): {2: 0.5}, (1, 2): {3: 0.4}, (1, 2, 3): {4: 0.6}}
     short: Table = {(): {1: 0.5, 7: 0.007}, (1,): {2: 0.5, 8: 0.1}, (5,): {6: 0.5}}
     both, alone = level(0.75) + LEVELS, level(0.1)
+    twice = [(both, 1.0, 0.75)] * 2
     for committed, together, own in [
         # Two right tokens that both offered, and a wrong one that one of them did.
-        ([1, 2, 3, 4], [(both, 1.0, 0.75), (both, 1.0, 0.75), (alone, 0.0, 0.1)], [(0, 1.0, 0.4)]),
+        ([1, 2, 3, 4], [*twice, (alone, 0.0, 0.1)], [(0, 1.0, 0.4), (0, 1.0, 0.6)]),
+        ([1, 2, 9, 4], [*twice, (alone, 0.0, 0.1)], [(0, 0.0, 0.4)]),
         ([5, 6], [(both, 0.0, 0.75)], []),
         ([1], [(both, 1.0, 0.75)], []),
     ]:
