@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import StoppingCriteriaList
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
 from medusa_heads.inference.adapt.bandit import Bandit
@@ -20,6 +22,7 @@ from medusa_heads.inference.drafters.growing import Proposal, Source
 from medusa_heads.inference.drafters.heads import TreeSource
 from medusa_heads.inference.drafters.text import TextProposal, TextSource
 from medusa_heads.inference.engine.decoding import decode
+from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.inference.lookup.suffix_automaton import Continuation
@@ -260,3 +263,25 @@ def test_a_token_is_believed_by_its_share_of_the_occurrences() -> None:
     assert TextProposal(evidence, found).offers(0)[0][0] == pytest.approx(0.25, abs=0.05)
     twice = found._replace(shares=[0.5])
     assert TextProposal(evidence, twice).offers(0)[0][0] == pytest.approx(0.5, abs=0.1)
+
+
+@pytest.mark.parametrize(("drawing", "together"), [("keyed", True), ("drawn", False)])
+def test_sources_that_know_the_noise_are_believed_by_what_comes_of_them_together(
+    drawing: str, together: bool
+) -> None:
+    """Two that always say the same, and are always wrong: then neither is blamed for it. Of sources
+    that do not know it each is."""
+    sources = [Promising(), Promising()]
+    row = Row(0, 1, torch.tensor([1, 2]), StopCheck(StoppingCriteriaList()))
+    row.commit(3)
+    options: dict[str, Any] = {"sources": sources, "always": True}
+    drafter = BlendedDrafter(Clock(STEPS, learns=False), SIZES, **options)
+    state: Any = SimpleNamespace(rows=[row], padding=[0], memories={}, again=0, room=None)
+    state.drawing, state.noise, state.roots_B = drawing, None, torch.tensor([3])
+    expected = []
+    for _ in range(300):
+        drafter.propose(state)
+        expected.append(state.memories[drafter].expected)
+        row.tokens.append(2)
+    assert expected[0] > 1.0 and expected[-1] < 0.1
+    assert [source.seen.rate(0) == 1.0 for source in sources] == [together] * 2
