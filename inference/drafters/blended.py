@@ -21,12 +21,7 @@ from medusa_heads.inference.adapt.lessons import Lessons
 from medusa_heads.inference.adapt.situation import BOUNDS, FURTHER, Draft, Situation, Step, Trial
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.forest import grown
-from medusa_heads.inference.drafters.growing import (
-    Agreement,
-    Growing,
-    Proposal,
-    Source,
-)
+from medusa_heads.inference.drafters.growing import Agreement, Growing, Proposal, Source
 from medusa_heads.inference.drafters.text import TextSource
 from medusa_heads.inference.engine.state import DecodingState, Drawing
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
