@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 # All of it is read when libraries are imported, here and in the processes that tests start.
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="medusa-heads-tests-")
@@ -193,7 +194,7 @@ def as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def recorded(as_they_are: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Steps are recorded by default, where there is no GPU by what stands for it; an entry for
-    every recording that is asked for."""
+    every recording that is asked for, which it does not keep alive."""
     from medusa_heads.inference.models import compiling
     from medusa_heads.target.graphs import captured
     from tests.replayed import Replayed
@@ -202,15 +203,16 @@ def recorded(as_they_are: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     if DEVICE == "cpu":
         monkeypatch.setattr("medusa_heads.target.packed.packed_gain", lambda *_: 0.0)
         monkeypatch.setattr(captured, "Recording", Replayed)
-        monkeypatch.setattr(captured, "memory_pool", lambda: None)
+        monkeypatch.setattr("torch.cuda.graph_pool_handle", object)
         monkeypatch.setattr(captured, "records", lambda _: True)
         monkeypatch.setattr(compiling, "captures", lambda _: True)
     made: list[Any] = []
     recording = captured.CapturedTarget.recording
 
     def counted(*args: Any) -> Any:
-        made.append(recording(*args))
-        return made[-1]
+        new = recording(*args)
+        made.append(new and ref(new))
+        return new
 
     monkeypatch.setattr(captured.CapturedTarget, "recording", counted)
     return made

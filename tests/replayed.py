@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from pytest import MonkeyPatch
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from medusa_heads import HeadsConfig, MedusaModel, new_heads
 from medusa_heads.machine.programs import Program, Script
-from medusa_heads.machine.recording import Recording
+from medusa_heads.machine.recording import MemoryPool, Recording
 from medusa_heads.machine.watched import ModeOfOneThread
 from tests.inference.on_device import NEW
 
@@ -24,12 +25,18 @@ class Replayed(Recording):
     """Takes a Recording's place. A program, of which no dispatcher sees the compiled parts, is run
     once more."""
 
-    def __init__(self, function: Callable[[], Any], device: torch.device, pool: object) -> None:
+    _of_pools: ClassVar[dict[Any, WeakSet[Replayed]]] = {}  # by their handles
+
+    def __init__(self, function: Callable[[], Any], device: torch.device, pool: MemoryPool) -> None:
         self._program = function if isinstance(function, Program) else None
         super().__init__(function, device, pool)
 
     @contextmanager
-    def _recorded(self, device: torch.device, pool: object) -> Iterator[None]:
+    def _recorded(self, device: torch.device, pool: MemoryPool) -> Iterator[None]:
+        others = self._of_pools.get(handle := pool.handle())
+        if others is not None and not others:  # as torch's allocator has it
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED: a pool without a graph")
+        self._of_pools.setdefault(handle, WeakSet()).add(self)
         noted = _Noted()
         if self._program is not None:
             for address, dtype in self._program.written.items():

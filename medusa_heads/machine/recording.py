@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -48,8 +48,8 @@ class Recording:
             numbers from the host there. It is called once, without an effect, and should have been
             called before: what it prepares is not recorded. Or a program, which has been watched.
         device: the GPU.
-        pool: of `memory_pool`, for what it makes; recordings of one pool are replayed one by one,
-            and what one has returned is used up before the next.
+        pool: for what it makes; recordings of one pool are replayed one by one, and what one has
+            returned is used up before the next.
 
     Attributes:
         result: what the function returned: tensors whose content the last replay wrote.
@@ -61,7 +61,7 @@ class Recording:
         RuntimeError: something in the function cannot be recorded.
     """
 
-    def __init__(self, function: Callable[[], Any], device: torch.device, pool: Any) -> None:
+    def __init__(self, function: Callable[[], Any], device: torch.device, pool: MemoryPool) -> None:
         self.agreements: list[float] = []
         self.replays = 0
         self.result: Any
@@ -80,11 +80,12 @@ class Recording:
             address: torch.empty(0, dtype=dtype, device=device).set_(watched.held[address])
             for address, dtype in watched.written.items()
         }
+        pool.living.add(self)
 
     @contextmanager
-    def _recorded(self, device: torch.device, pool: Any) -> Iterator[None]:
+    def _recorded(self, device: torch.device, pool: MemoryPool) -> Iterator[None]:
         self._graph = torch.cuda.CUDAGraph()
-        with captured(self._graph, device, pool, torch.cuda.Stream(device)):
+        with captured(self._graph, device, pool.handle(), torch.cuda.Stream(device)):
             yield
 
     def replay(self) -> None:
@@ -159,9 +160,24 @@ def _difference(one: Tensor, other: Tensor, before: Tensor) -> float:
     return min(float(share.nan_to_num(nan=0.0)), 1.0)
 
 
-def memory_pool() -> Any:
-    """What recordings share that are replayed one by one."""
-    return torch.cuda.graph_pool_handle()
+class MemoryPool:
+    """What recordings share that are replayed one by one. torch lets go of a pool with the last one
+    that was recorded in it, and refuses its handle from then on: those that come later share
+    another.
+
+    Attributes:
+        living: the recordings that are left.
+    """
+
+    def __init__(self) -> None:
+        self.living: WeakSet[Recording] = WeakSet()
+        self._handle: Any = None
+
+    def handle(self) -> Any:
+        """By which torch knows it, for another recording."""
+        if not self.living:
+            self._handle = torch.cuda.graph_pool_handle()
+        return self._handle
 
 
 def standing(*roots: object) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ from medusa_heads.errors import MedusaWarning, first_line
 from medusa_heads.machine.devices import free_memory
 from medusa_heads.machine.graphs import look
 from medusa_heads.machine.programs import Program, traced
-from medusa_heads.machine.recording import Recording, memory_pool, only_notes, records, standing
+from medusa_heads.machine.recording import MemoryPool, Recording, only_notes, records, standing
 from medusa_heads.target.attention import recorded_tree_attention
 from medusa_heads.target.features import CapturedHere
 from medusa_heads.target.graphs.compiled import CompiledTarget
@@ -91,7 +91,7 @@ class CapturedTarget(CompiledTarget):
         self._recorded: WeakKeyDictionary[StaticRowCache, dict[Any, _Forward]] = WeakKeyDictionary()
         self._stands: tuple[Any, ...] = ()
         self._seen: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()
-        self._pool: Any = None
+        self._pool = MemoryPool()
         self._short: set[Any] = set()  # shapes that there was no memory for, of this text
         self.gave_up = self.lacked_memory = self.is_decoding = False
         super().__init__(model, "eager", features, whole_steps=True)
@@ -208,11 +208,11 @@ class CapturedTarget(CompiledTarget):
     def recording(self, function: Callable[[], Any]) -> Recording | None:
         """Of a function that has been called; None where it cannot be recorded, which a warning
         says."""
-        self._pool, self.lacked_memory = self._pool or memory_pool(), False
+        self.lacked_memory = False
         try:
             made = Recording(function, self.device, self._pool)
         except Exception as error:
-            self._pool = None  # of which nobody knows what became
+            self._pool = MemoryPool()  # of the one before nobody knows what became
             self.lacked_memory = isinstance(error, torch.OutOfMemoryError)
             if isinstance(function, Program):  # compiled parts may fail in ways of their own
                 self._as_they_are(error)

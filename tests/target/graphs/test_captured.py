@@ -292,7 +292,7 @@ def test_late_parts(deep: Any, recorded: list[Any], monkeypatch: Any) -> None:
         assert torch.equal(text(medusa, inputs), expected)
     assert len(recorded) == 2
     (one,) = [one for each in steps_of(medusa) for one in each.values()]
-    assert one.serves and one.recording is recorded[1]
+    assert one.serves and one.recording is recorded[1]()
 
 
 def steps_of(medusa: MedusaModel) -> list[dict[Any, Any]]:
