@@ -266,14 +266,18 @@ def _number(function: Any) -> Any:
 
 
 def _how() -> tuple[Any, ...]:
-    cuda = torch.backends.cuda
+    backends: Any = torch.backends
+    cuda = backends.cuda
     return (
         *(torch.is_autocast_enabled(device) for device in ("cuda", "cpu")),
         torch.get_autocast_dtype("cuda"),
-        torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cudnn.allow_tf32,
+        # By these alone: once one of them is set, as transformers does, torch's older words for the
+        # same raise. What is set by those is told here, too.
+        *(of.fp32_precision for of in (cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul)),
+        cuda.matmul.allow_fp16_reduced_precision_reduction,
         cuda.matmul.allow_bf16_reduced_precision_reduction,
+        cuda.matmul.allow_fp16_accumulation,
         *(cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()),
         cuda.cudnn_sdp_enabled(),
     )

@@ -57,6 +57,30 @@ def test_what_makes_a_difference(change: str) -> None:
     assert standing(things, warper) != known
 
 
+@pytest.mark.parametrize("word", ["tf32", "older", "bf16", "fp16"])
+def test_how_torch_multiplies(word: str) -> None:
+    """Whoever has said so: transformers does it in words of torch that make older ones raise."""
+    backends: Any = torch.backends
+    matmul, on_cpu = backends.cuda.matmul, backends.mkldnn.matmul
+    known = standing()
+    try:
+        if word == "tf32":
+            backends.fp32_precision = "tf32"
+        elif word == "older":
+            torch.set_float32_matmul_precision("high")
+        elif word == "bf16":
+            on_cpu.fp32_precision = "bf16"
+        else:
+            matmul.allow_fp16_reduced_precision_reduction = False
+        assert standing() != known
+    finally:
+        backends.fp32_precision = "none"
+        torch.set_float32_matmul_precision("highest")
+        matmul.fp32_precision = on_cpu.fp32_precision = "none"
+        matmul.allow_fp16_reduced_precision_reduction = True
+    assert standing() == known
+
+
 def test_a_word_that_stands_elsewhere_too() -> None:
     """Members of an Enum are one object wherever they stand."""
 
