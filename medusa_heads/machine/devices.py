@@ -115,7 +115,7 @@ def captured(
     Raises:
         RuntimeError: what was started cannot be captured.
     """
-    with torch.cuda.device(device), nothing_collected():
+    with torch.cuda.device(device), nothing_collected(), _own_workspaces():
         here = torch.cuda.current_stream()
         aside.wait_stream(here)
         with torch.cuda.stream(aside):
@@ -129,6 +129,23 @@ def captured(
                 raise
             _end(graph, device, pool)
         here.wait_stream(aside)
+
+
+@contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """Within the block, products are made in no memory that was taken before.
+
+    torch keeps what cuBLAS works in for each stream, of which there are 32, and a graph remembers
+    where that lies. From torch 2.12 on it is let go of with any graph that was captured by such a
+    stream, and it may be of the pool of a graph that is gone: others would write to what is by then
+    somebody else's. So each capture takes it anew, from its own pool, and keeps it there.
+    """
+    clear: Any = torch._C._cuda_clearCublasWorkspaces
+    clear()
+    try:
+        yield
+    finally:
+        clear()
 
 
 def _end(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:

@@ -55,28 +55,57 @@ def test_a_pool_serves_again_when_all_its_recordings_are_gone() -> None:
     assert total.tolist() == [3.0, 3.0]
 
 
-@pytest.mark.parametrize("heard", [True, False], ids=["an error", "a word too late"])
-def test_what_breaks_a_graph_is_repaired(heard: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where only its end tells: a kernel's owner hears of no error while it unloads it."""
+class Noting:
+    """Stands for a graph and for streams, and tells what is done."""
+
+    broken = False
+
+    def __init__(self, told: list[str]) -> None:
+        self._told = told
+
+    def capture_begin(self, **_: Any) -> None:
+        self._told.append("begun")
+
+    def capture_end(self) -> None:
+        if self.broken:
+            raise RuntimeError("broken before")
+        self._told.append("ended")
+
+    def wait_stream(self, _: Any) -> None: ...
+
+
+@pytest.fixture
+def noting(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str]]:
+    """What takes a GPU's place, and what it tells."""
     told: list[str] = []
 
     @contextmanager
     def entered(what: Any) -> Iterator[None]:
         yield
 
-    class Broken:
-        def capture_begin(self, **_: Any) -> None: ...
-
-        def capture_end(self) -> None:
-            raise RuntimeError("broken before")
-
-        def wait_stream(self, _: Any) -> None: ...
-
     for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, entered)
-    monkeypatch.setattr(torch.cuda, "current_stream", Broken)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Noting(told))
     monkeypatch.setattr(devices, "_repair", lambda *_: told.append("repaired"))
-    broken: Any = Broken()
+    cleared, name = (lambda: told.append("cleared")), "_cuda_clearCublasWorkspaces"
+    monkeypatch.setattr(torch._C, name, cleared, raising=False)
+    return Noting(told), told
+
+
+def test_products_are_captured_in_memory_of_their_own(noting: tuple[Any, list[str]]) -> None:
+    """Neither of the stream that captures, nor for those that it captures later."""
+    graph, told = noting
+    for _ in range(2):
+        with devices.captured(graph, torch.device("cuda"), None, graph):
+            told.append("multiplied")
+    assert told == 2 * ["cleared", "begun", "multiplied", "ended", "cleared"]
+
+
+@pytest.mark.parametrize("heard", [True, False], ids=["an error", "a word too late"])
+def test_what_breaks_a_graph_is_repaired(heard: bool, noting: tuple[Any, list[str]]) -> None:
+    """Also where only its end tells: a kernel's owner hears of no error while it unloads it."""
+    broken, told = noting
+    broken.broken = True
     error = torch.OutOfMemoryError("no memory") if heard else RuntimeError("broken before")
     with (
         pytest.raises(type(error), match=str(error)),
@@ -84,7 +113,7 @@ def test_what_breaks_a_graph_is_repaired(heard: bool, monkeypatch: pytest.Monkey
     ):
         if heard:
             raise error
-    assert told == ["repaired"]
+    assert told == ["cleared", "begun", "repaired", "cleared"]
 
 
 @on_a_gpu
