@@ -176,11 +176,18 @@ def to_training_arguments(
         "data_seed": arguments.seed,
     }
     args = RunArguments(**{**defaults, **values, **extra})
+    use_one_gpu(args)
     assert isinstance(args.report_to, list)
     _check_trackers(args.report_to)
     _check_schedule(args)
     _check_packages(args)
     return args
+
+
+def use_one_gpu(args: "TrainingArguments") -> None:
+    """Without a launcher transformers would take all GPUs, with a batch for each: its DataParallel
+    would copy what learns to every one of them, but not the target."""
+    args._n_gpu = min(args.n_gpu, 1)
 
 
 def _check_schedule(args: "TrainingArguments") -> None:

@@ -30,6 +30,7 @@ from medusa_heads.target.recurrent import is_recurrent
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.arguments.target import TargetArguments
+from medusa_heads.training.arguments.training import use_one_gpu
 from medusa_heads.training.data.prepare import TrainingData, load_corpora, prepare_data
 from medusa_heads.training.hidden.launched import Sharding
 from medusa_heads.training.hidden.sharding import (
@@ -87,6 +88,7 @@ class Run:
         self.output = expanded(output_dir)
         self.args = copy.copy(args)
         self.args.output_dir = str(self.output)
+        use_one_gpu(self.args)  # by which batches are counted, also of states that are cached
         self._overwrite = overwrite = overwrite_output_dir
         name = target if isinstance(target, str) else target.name_or_path or ""
         self.checkpoint = find_start(self.output, resume_from_checkpoint, name, overwrite=overwrite)

@@ -20,6 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, Tr
 
 from medusa_heads.config import IGNORED
 from medusa_heads.target.target import TargetModel
+from medusa_heads.training.arguments.training import use_one_gpu
 from medusa_heads.training.data.pack import hidden_of
 from medusa_heads.training.hidden.launched import launched_sharding, learning_whole
 from medusa_heads.training.hidden.sharding import is_sharded
@@ -86,9 +87,7 @@ class TaughtTrainer(Trainer, ABC):
         args.hub_token = None
         # Inputs are made from these columns, not by the model's own forward.
         args.remove_unused_columns = False
-        if args.n_gpu > 1:
-            # DataParallel would copy the model to every GPU, but not the target.
-            args._n_gpu = 1
+        use_one_gpu(args)
         target.freeze()
         self.target = target
         self.record, self.tokenizer = record, tokenizer

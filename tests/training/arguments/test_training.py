@@ -36,6 +36,14 @@ def test_the_run_is_what_the_flags_say(tmp_path: Path) -> None:
     assert args.report_to == []
 
 
+def test_gpus_that_are_there_do_not_make_batches_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One learns, unless a launcher starts a process for each."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    given = OptimisationArguments(training_args={"use_cpu": False})
+    args = to_training_arguments(given, "shared")
+    assert (args.train_batch_size, args.eval_batch_size) == (16, 16)
+
+
 def test_own_matrices_learn_at_a_lower_rate_unless_one_is_given(tmp_path: Path) -> None:
     given = OptimisationArguments(output_dir=str(tmp_path))
     assert to_training_arguments(given, "own").learning_rate == 1e-3

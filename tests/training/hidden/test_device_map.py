@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 from transformers import TrainingArguments
 
+from medusa_heads.config import HeadsConfig
+from medusa_heads.target.target import TargetModel
+from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.hidden.device_map import load_placed
+from medusa_heads.training.hidden.layout import INDEX_FILE, Index
+from medusa_heads.training.runs.heads import train_heads
 from tests.conftest import TinyLlama
 
 
@@ -23,3 +28,31 @@ def test_a_place_that_is_no_device_here_is_refused_in_a_sentence(
     with pytest.raises(ValueError, match="device") as refused:
         load_placed(arguments, args, lambda _: None)
     assert repr(place).strip("'") in str(refused.value)
+
+
+def test_no_more_rows_at_once_where_there_are_more_gpus(
+    target: TargetModel, make_rows: Any, tmp_path: Path
+) -> None:
+    """One of them learns, and reads the target, unless a launcher starts a process for each."""
+    args = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=1,
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=2,
+        use_cpu=True,
+        disable_tqdm=True,
+        report_to="none",
+    )
+    args._n_gpu = 8  # as transformers counts them
+    train_heads(
+        target,
+        make_rows(9),
+        eval_dataset=make_rows(3, seed=1),
+        config=HeadsConfig(num_heads=2),
+        output_dir=tmp_path / "run",
+        training_args=args,
+        hidden_cache=CacheArguments("auto", str(tmp_path / "cache")),
+    )
+    found = [Index.read(file.parent) for file in (tmp_path / "cache").glob(f"*/{INDEX_FILE}")]
+    assert sorted(index.layout.batch_size for index in found) == [2, 4]
+    assert args.n_gpu == 8  # the caller's own
