@@ -224,7 +224,8 @@ def as_target(
     if sharding is not None and not is_sharded(target):
         shard_target(target, device, sharding)
     # A target that accelerate spread over devices, or that is sharded, stays where it is.
-    if target.device.type != device.type and getattr(target.model, "hf_device_map", None) is None:
+    stays = is_sharded(target) or getattr(target.model, "hf_device_map", None) is not None
+    if not stays and target.device != device:  # another GPU is another device
         target.model.to(device)  # type: ignore[arg-type]
     return target
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import TrainingArguments
 
 from medusa_heads.config import HeadsConfig
@@ -15,6 +16,7 @@ from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.hidden.device_map import load_placed
 from medusa_heads.training.hidden.layout import INDEX_FILE, Index
 from medusa_heads.training.runs.heads import train_heads
+from medusa_heads.training.runs.setup import as_target
 from tests.conftest import TinyLlama
 
 
@@ -28,6 +30,21 @@ def test_a_place_that_is_no_device_here_is_refused_in_a_sentence(
     with pytest.raises(ValueError, match="device") as refused:
         load_placed(arguments, args, lambda _: None)
     assert repr(place).strip("'") in str(refused.value)
+
+
+def test_a_target_on_another_gpu_comes_to_that_of_the_run(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was loaded before a launcher's processes had each its own."""
+    moved: list[torch.device] = []
+    monkeypatch.setattr(TargetModel, "device", torch.device("cuda:0"))
+    monkeypatch.setattr(target.model, "to", moved.append)
+    for number in (0, 1):
+        as_target(target, torch.device("cuda", number))
+    assert moved == [torch.device("cuda:1")]
+    monkeypatch.setattr(target.model, "hf_device_map", {"": 0}, raising=False)
+    as_target(target, torch.device("cuda:1"))
+    assert len(moved) == 1
 
 
 def test_no_more_rows_at_once_where_there_are_more_gpus(
