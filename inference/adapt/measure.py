@@ -155,11 +155,14 @@ def _measure_drafting(target: TargetModel, drafter: Drafter) -> dict[str, float]
 
 def target_facts(target: TargetModel) -> dict[str, Any]:
     """What the time of a target's step depends on, besides the machine."""
+    where = target.device.type
+    if where == "cuda":  # of several the machine's facts tell one, and they may differ
+        where = torch.cuda.get_device_name(target.device)
     return {
         "target": target.config.to_dict() | {"_name_or_path": None},
         "dtype": str(target.dtype),
         "attention": target.config._attn_implementation,
-        "device": str(target.device.type),
+        "device": where,
         "threads": torch.get_num_threads(),
         "packed": PackedMatrices.of(target.model).pays,  # whichever view of the model this is
     }

@@ -61,7 +61,8 @@ def wait_for(device: torch.device) -> None:
 def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether matrices of a dtype can be multiplied on a device, at their own speed on a GPU."""
     if device.type == "cuda" and dtype == torch.bfloat16:
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+        with torch.cuda.device(device):  # of the current one torch tells, and others may be older
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     try:
         matrix = torch.ones(2, 2, dtype=dtype, device=device)
         (matrix @ matrix).sum().item()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from medusa_heads.machine import (
     speeds,
 )
 from medusa_heads.machine.choice import fastest_threads
+from medusa_heads.machine.devices import computes_in
 from tests.machine.small import BF16, CPU, FAST_BF16, SLOW_BF16, SMALL, store_of
 
 
@@ -36,6 +39,24 @@ def test_the_best_device_that_is_here() -> None:
     if not torch.backends.mps.is_available() and not torch.xpu.is_available():
         assert find_device().type == find_device(None).type == here
     assert find_device("cpu") == find_device(CPU) == CPU
+
+
+def test_of_several_gpus_each_has_its_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older one beside a newer one, which is the current one."""
+    current = [torch.device("cuda", 0)]
+
+    @contextmanager
+    def entered(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    def supported(including_emulation: bool = True) -> bool:
+        return current[-1].index == 0
+
+    monkeypatch.setattr(torch.cuda, "device", entered)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    assert [computes_in(torch.device("cuda", n), BF16) for n in (0, 1)] == [True, False]
 
 
 @pytest.mark.parametrize("asked", ["abacus", "meta", "cuda:99", "", "hpu", "vulkan", "xla"])

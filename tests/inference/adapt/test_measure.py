@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
 from medusa_heads.inference.adapt import measure
-from medusa_heads.inference.adapt.measure import room, step_seconds, target_clock
+from medusa_heads.inference.adapt.measure import room, step_seconds, target_clock, target_facts
 from medusa_heads.inference.adapt.step_bench import SIZES, RandomChain
 from medusa_heads.machine import measurements
 from tests.conftest import TinyLlama
@@ -198,3 +199,17 @@ def test_a_short_context_leaves_room_for_trees(tiny_llama: TinyLlama, cache: Pat
     assert max(target_clock(target).sizes) <= room(target) == 20
     with pytest.raises(ValueError, match="leaves no room to measure"):
         step_seconds(target, {"long": RandomChain(60, 199)}, {}, 16, 1)
+
+
+def test_each_kind_of_gpu_has_a_clock_of_its_own(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where several are in one machine."""
+    target = TargetModel(tiny_llama())
+    assert target_facts(target)["device"] == "cpu"
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: f"GPU {device.index}")
+    found = []
+    for number in (0, 1):
+        monkeypatch.setattr(TargetModel, "device", torch.device("cuda", number))
+        found.append(target_facts(target)["device"])
+    assert found == ["GPU 0", "GPU 1"]
