@@ -78,7 +78,7 @@ class PackedLinear(NearLinear):
 def made_of(weight_OD: Tensor, make: Callable[[Tensor], Made]) -> Made:
     """What is made of weights, once for as long as they stay what they are."""
     # Fused optimisers, and whoever writes to `.data`, leave no trace in a version.
-    sums_O = weight_OD @ torch.linspace(1.0, 2.0, weight_OD.shape[1], dtype=weight_OD.dtype)
+    sums_O = weight_OD @ _ramp(weight_OD).to(weight_OD.dtype)
     known = _made.get(weight_OD)
     if known is None or known[0] is not make or not torch.equal(known[1], sums_O):
         known = _made[weight_OD] = make, sums_O, make(weight_OD)
@@ -89,6 +89,12 @@ def made_of(weight_OD: Tensor, make: Callable[[Tensor], Made]) -> Made:
 def _pack(weight_OD: Tensor) -> tuple[Tensor, ...]:
     matrix = pack(weight_OD)
     # A kernel that is wrong here is done without.
-    x_RD = torch.linspace(1.0, 2.0, weight_OD.shape[1]).sin().to(weight_OD.dtype).expand(2, -1)
+    x_RD = _ramp(weight_OD).sin().to(weight_OD.dtype).expand(2, -1)
     error = relative_error(packed_product(x_RD, matrix), linear(x_RD, weight_OD))
     return (matrix,) if error <= TOLERANCE[is_half(weight_OD.dtype)] else ()
+
+
+def _ramp(weight_OD: Tensor) -> Tensor:
+    """From 1 to 2, one number for each input, wherever torch would make it by default."""
+    options: Any = {"dtype": torch.float32, "device": weight_OD.device}
+    return torch.linspace(1.0, 2.0, weight_OD.shape[1], **options)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from medusa_heads.heads import near
-from medusa_heads.heads.near import PackedLinear, made_of
+from medusa_heads.heads.int8 import Int8Linear
+from medusa_heads.heads.near import NearLinear, PackedLinear, made_of
 from medusa_heads.machine import has_packed_products
 
 pytestmark = pytest.mark.skipif(
@@ -50,6 +51,16 @@ def test_few_rows_are_multiplied_by_a_packed_matrix(with_bias: bool, packed: lis
     bias_O = None if exact.bias is None else exact.bias[20:70]
     assert torch.equal(layer.rows(x_RD, 20, 70), linear(x_RD, exact.weight[20:70], bias_O))
     assert not packed
+
+
+@pytest.mark.parametrize("kind", [PackedLinear, Int8Linear])
+@torch.no_grad()
+def test_any_device_may_be_the_default(kind: type[NearLinear]) -> None:
+    """Also a GPU, beside heads on the CPU."""
+    layer, x_ND = kind(nn.Parameter(torch.randn(64, 32)), None), torch.randn(4, 32)
+    with torch.device("meta"):
+        given = layer(x_ND)
+    assert torch.equal(given, layer(x_ND))
 
 
 @torch.no_grad()
