@@ -85,7 +85,7 @@ class Recording:
     @contextmanager
     def _recorded(self, device: torch.device, pool: MemoryPool) -> Iterator[None]:
         self._graph = torch.cuda.CUDAGraph()
-        with captured(self._graph, device, pool.handle(), torch.cuda.Stream(device)):
+        with captured(self._graph, device, pool.handle(), pool.stream(device)):
             yield
 
     def replay(self) -> None:
@@ -172,12 +172,19 @@ class MemoryPool:
     def __init__(self) -> None:
         self.living: WeakSet[Recording] = WeakSet()
         self._handle: Any = None
+        self._stream: torch.cuda.Stream | None = None
 
     def handle(self) -> Any:
         """By which torch knows it, for another recording."""
         if not self.living:
             self._handle = torch.cuda.graph_pool_handle()
         return self._handle
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """That captures them all: what another one has made in a pool, torch gives to nobody."""
+        if self._stream is None or self._stream.device != device:
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
 
 
 def standing(*roots: object) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from medusa_heads.inference.engine.device_state import DeviceState
 from medusa_heads.inference.engine.reading import Reading
 from medusa_heads.machine import devices
+from medusa_heads.machine import recording as of_recordings
 from medusa_heads.machine.attention import replayed
 from medusa_heads.machine.programs import traced
 from medusa_heads.machine.recording import MemoryPool, Recording, records
@@ -43,6 +44,44 @@ def test_it_is_done_again() -> None:
         add_2.fill_(number)
         recording.replay()
     assert total_2.tolist() == [6.0, 6.0] and recording.result.tolist() == [7.0, 7.0]
+
+
+def test_recordings_of_a_pool_are_captured_by_one_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or each would take memory of its own. Another GPU has another stream."""
+    streams: list[Any] = []
+
+    @contextmanager
+    def captured(_graph: Any, _device: Any, _pool: Any, aside: Any) -> Iterator[None]:
+        streams.append(aside)
+        yield
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(of_recordings, "captured", captured)
+    pool = MemoryPool()
+    made = [Recording(list, torch.device("cuda", n), pool) for n in (0, 0, 1)]
+    assert streams[0] is streams[1] is not streams[2] and len(pool.living) == len(made)
+    assert [stream.device.index for stream in streams] == [0, 0, 1]
+
+
+@on_a_gpu
+def test_recordings_of_a_pool_share_memory() -> None:
+    x, out, pool = torch.ones(1 << 24, device=DEVICE), torch.zeros(1, device=DEVICE), MemoryPool()
+
+    def step() -> None:  # with 64 MB between
+        out.copy_((x * 2).sum())
+
+    step()
+    made, held = [Recording(step, x.device, pool)], torch.cuda.memory_reserved()
+    made += [Recording(step, x.device, pool) for _ in range(3)]
+    assert torch.cuda.memory_reserved() == held
 
 
 @on_a_gpu
