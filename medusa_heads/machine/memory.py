@@ -20,7 +20,7 @@ class PeakMemory:
         if device.type == "cuda":
             wait_for(device)
             torch.cuda.reset_peak_memory_stats(device)
-            self._before = torch.cuda.memory_allocated(device)
+            self._before = torch.cuda.memory_allocated(device) + _of_graphs(device)
             return
         try:
             _RESET.write_text("5")  # the highest so far becomes what is held now
@@ -33,9 +33,22 @@ class PeakMemory:
         system does not say."""
         if self._before is None:
             return None, None
-        on_gpu = self._device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated(self._device) if on_gpu else resident("VmHWM")
+        if self._device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._device) + _of_graphs(self._device)
+        else:
+            peak = resident("VmHWM")
         return peak, max(peak - self._before, 0)
+
+
+def _of_graphs(device: torch.device) -> int:
+    """Bytes of a GPU in which recorded graphs work: torch counts them as free, and gives them to
+    nobody else."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == index and any(segment["segment_pool_id"])
+    )
 
 
 def resident(name: str) -> int:
