@@ -47,10 +47,12 @@ class Int8Linear(NearLinear):
     @property
     def held(self) -> int:
         """Bytes besides the weights."""
-        return sum(part.nbytes for part in self._parts() if part is not None)
+        return sum(part.nbytes for part in self._parts() if part is not None) if self.is_near else 0
 
     def rows(self, x_RD: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """See NearLinear; in float32."""
+        if not self.is_near:
+            return self.usual_rows(x_RD, start, stop).float()
         int8_OD, unit_O, handed_on_O = self._parts()
         x_ND = x_RD.flatten(0, -2).float()
         out_NO = int8_product(x_ND, int8_OD[start:stop]).mul_(unit_O[start:stop])

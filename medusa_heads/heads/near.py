@@ -41,6 +41,17 @@ class NearLinear(nn.Linear):
     def rows(self, x_RD: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """All of the outputs, or those from `start` to `stop`."""
 
+    @property
+    def is_near(self) -> bool:
+        """Whether the weights are on a CPU still: a model may be moved when it drafts already."""
+        return self.weight.device.type == "cpu"
+
+    def usual_rows(self, x_RD: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+        """The same by the weights themselves, in their dtype."""
+        x_ND = x_RD.flatten(0, -2).to(self.weight.dtype)
+        bias_O = None if self.bias is None else self.bias[start:stop]
+        return linear(x_ND, self.weight[start:stop], bias_O).unflatten(0, x_RD.shape[:-1])
+
     def forward(self, x_RD: Tensor) -> Tensor:
         """(..., D) -> (..., O), in the input's dtype."""
         return self.rows(x_RD).to(x_RD.dtype)
@@ -59,16 +70,18 @@ class PackedLinear(NearLinear):
 
     def rows(self, x_RD: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """See NearLinear; in the weights' dtype."""
-        x_ND = x_RD.flatten(0, -2).to(self.weight.dtype)
         whole = start == 0 and stop in (None, self.out_features)
         # No graph knows how a packed matrix lies.
-        if whole and len(x_ND) in FEW and not torch.compiler.is_compiling():
+        count = x_RD.numel() // max(x_RD.shape[-1], 1)
+        if whole and count in FEW and not torch.compiler.is_compiling():
             for matrix in self._packed():
+                x_ND = x_RD.flatten(0, -2).to(self.weight.dtype)
                 return packed_product(x_ND, matrix, self.bias).unflatten(0, x_RD.shape[:-1])
-        bias_O = None if self.bias is None else self.bias[start:stop]
-        return linear(x_ND, self.weight[start:stop], bias_O).unflatten(0, x_RD.shape[:-1])
+        return self.usual_rows(x_RD, start, stop)
 
     def _packed(self) -> tuple[Tensor, ...]:
+        if not self.is_near:
+            return ()
         if self._matrix is None:
             self._matrix = made_of(self.weight, _pack)
         return self._matrix

@@ -46,7 +46,9 @@ class VocabularyPreview:
 
     def pays(self, features_RD: Tensor) -> bool:
         """Whether this takes less time than the whole matrix: of many rows, each has candidates of
-        its own to read."""
+        its own to read. And a model may have been moved from the CPU meanwhile."""
+        if features_RD.device != self._thin_VW.device:
+            return False
         rows = features_RD.numel() // features_RD.shape[-1]
         return rows * CANDIDATES <= READ_AT_MOST * len(self._weight_VD)
 

@@ -55,6 +55,18 @@ def test_few_rows_are_multiplied_by_a_packed_matrix(with_bias: bool, packed: lis
 
 @pytest.mark.parametrize("kind", [PackedLinear, Int8Linear])
 @torch.no_grad()
+def test_weights_that_were_moved_multiply_as_usual(kind: type[NearLinear]) -> None:
+    """To a GPU, say, once they have drafted."""
+    exact = nn.Linear(32, 64)
+    layer, x_ND = kind(exact.weight, exact.bias), torch.randn(4, 32)
+    assert layer(x_ND).shape == (4, 64) and layer.held
+    layer.weight, layer.bias = (nn.Parameter(each.to("meta")) for each in exact.parameters())
+    given = layer(x_ND.to("meta"))
+    assert given.is_meta and given.shape == (4, 64) and not layer.held
+
+
+@pytest.mark.parametrize("kind", [PackedLinear, Int8Linear])
+@torch.no_grad()
 def test_any_device_may_be_the_default(kind: type[NearLinear]) -> None:
     """Also a GPU, beside heads on the CPU."""
     layer, x_ND = kind(nn.Parameter(torch.randn(64, 32)), None), torch.randn(4, 32)
