@@ -29,3 +29,16 @@ def first_line(error: BaseException) -> str:
     announces the others."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return " ".join(" ".join(lines).split()) if lines[0].endswith(":") else lines[0]
+
+
+def forget_frames(error: BaseException) -> None:
+    """Of where it was raised, and what it was raised from: what the calls held there is freed at
+    once. Where they hold what keeps the error, nothing but Python's collection of cycles frees it,
+    which counts objects, and knows no gigabytes."""
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        if (each := left.pop()) is not None and id(each) not in seen:
+            seen.add(id(each))
+            each.__traceback__ = None
+            left += [each.__cause__, each.__context__]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from medusa_heads.data.prompts import stop_ids
+from medusa_heads.errors import forget_frames
 from medusa_heads.inference.endpoint.metrics import Metrics
 from medusa_heads.inference.endpoint.text import Ending, Text
 from medusa_heads.inference.engine.rows import Row
@@ -187,6 +188,8 @@ class Scheduler:
                 ending, fault = "failed", problem
         if fault is not None and not isinstance(fault, ValueError | Closed):
             _LOG.error("a text failed: %s: %s", type(fault).__name__, fault)
+        if fault is not None:
+            forget_frames(fault)  # or the next text has no room for its cache beside this one's
         self.metrics.count(
             ending if ending in ("cancelled", "failed") else "finished",
             time.perf_counter() - text.asked_at,

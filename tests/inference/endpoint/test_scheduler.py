@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -167,6 +169,36 @@ def test_a_text_that_fails_leaves_the_others_alone(
     scheduler.submit(after.text)
     turns(scheduler)
     assert "".join(after.pieces) == alone(endless, tokenizer, "abc", 12)
+
+
+def test_what_failed_texts_held_is_free_at_once(
+    endless: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of memory, the next text would be so too where the cache waits for Python's collector."""
+    batch = endless.running_batch(2)
+    scheduler = Scheduler(batch, endless.target.model, tokenizer.decode)
+    broken = Told("abc", tokenizer, 12)
+    scheduler.submit(broken.text)
+    scheduler.turn()
+    (running,) = batch._batches.values()
+    cache = weakref.ref(running.state.cache)
+    del running
+
+    def fall(*_: Any, **__: Any) -> None:
+        try:
+            raise MemoryError
+        except MemoryError as short:
+            raise torch.OutOfMemoryError("CUDA out of memory.") from short
+
+    gc.collect()
+    monkeypatch.setattr(endless.target.model, "forward", fall)
+    gc.disable()
+    try:
+        scheduler.turn()
+        assert cache() is None
+    finally:
+        gc.enable()
+    assert broken.text.ending == "failed" and "out of memory" in str(broken.text.fault)
 
 
 @pytest.mark.parametrize("unknown", ["prompt", "text"])
