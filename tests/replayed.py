@@ -20,15 +20,19 @@ from medusa_heads.machine.recording import MemoryPool, Recording
 from medusa_heads.machine.watched import ModeOfOneThread
 from tests.inference.on_device import NEW
 
+_SPOILT = 0xFF  # as all bytes: NaN, and -1
+
 
 class Replayed(Recording):
     """Takes a Recording's place. A program, of which no dispatcher sees the compiled parts, is run
-    once more."""
+    once more. As recordings of a pool share memory, a replay spoils what others have made."""
 
     _of_pools: ClassVar[dict[Any, WeakSet[Replayed]]] = {}  # by their handles
 
     def __init__(self, function: Callable[[], Any], device: torch.device, pool: MemoryPool) -> None:
         self._program = function if isinstance(function, Program) else None
+        self._made: list[Tensor] = []
+        self.result = []
         super().__init__(function, device, pool)
 
     @contextmanager
@@ -48,10 +52,15 @@ class Replayed(Recording):
         finally:
             for tensor, content in reversed(noted.written):  # a recording has no effect
                 tensor.copy_(content)
-        self._done = noted.done
+        self._done, self._made = noted.done, noted.made
+        self._others = self._of_pools[handle]
 
     def replay(self) -> None:
         self.replays += 1
+        for other in self._others:
+            if other is not self:
+                for made in other._own():
+                    made.fill_(_SPOILT)
         if self._program is not None:
             for old, new in zip(self.result, self._program(), strict=True):
                 old.copy_(new)
@@ -62,12 +71,24 @@ class Replayed(Recording):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
+    def _own(self) -> list[Tensor]:
+        """The bytes that it has made, and not got."""
+        if self._program is None:
+            return self._made
+        return [
+            _bytes(each)
+            for each in _tensors(self.result)
+            if _address(each) not in self._program.held
+        ]
+
 
 class _Noted(ModeOfOneThread):
     def __init__(self) -> None:
         super().__init__()
         self.done: list[tuple[Any, Any, Any, list[Any]]] = []
         self.written: list[tuple[Tensor, Tensor]] = []
+        self.made: list[Tensor] = []
+        self._known: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -76,13 +97,28 @@ class _Noted(ModeOfOneThread):
         for place, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = args[place] if place < len(args) else kwargs.get(argument.name)
-                written = [each for each in tree_leaves(given) if isinstance(each, Tensor)]
-                self.written += [(tensor, tensor.clone()) for tensor in written]
+                self.written += [(tensor, tensor.clone()) for tensor in _tensors(given)]
+        self._known |= {_address(each) for each in _tensors((args, kwargs))}
         result = func(*args, **kwargs)
+        new = [each for each in _tensors(result) if _address(each) not in self._known]
+        self.made += map(_bytes, new)
+        self._known |= set(map(_address, new))
         # The memory, whatever its owner comes to hold instead.
         given, named = tree_map(_memory, (args, kwargs))
         self.done.append((func, given, named, tree_leaves(result)))
         return result
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
 def _memory(leaf: Any) -> Any:
