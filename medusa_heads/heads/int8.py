@@ -32,11 +32,13 @@ class Rounded(NamedTuple):
         int8_OD: the weights, those that hand inputs on left out.
         unit_O: what a unit of each row is.
         handed_on_O: the weight of each output's own input; None where these are as all others.
+        first: the column of the first output's own input.
     """
 
     int8_OD: Tensor
     unit_O: Tensor
     handed_on_O: Tensor | None
+    first: int
 
 
 class Int8Linear(NearLinear):
@@ -47,17 +49,22 @@ class Int8Linear(NearLinear):
     @property
     def held(self) -> int:
         """Bytes besides the weights."""
-        return sum(part.nbytes for part in self._parts() if part is not None) if self.is_near else 0
+        return (
+            sum(part.nbytes for part in self._parts() if isinstance(part, Tensor))
+            if self.is_near
+            else 0
+        )
 
     def rows(self, x_RD: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """See NearLinear; in float32."""
         if not self.is_near:
             return self.usual_rows(x_RD, start, stop).float()
-        int8_OD, unit_O, handed_on_O = self._parts()
+        int8_OD, unit_O, handed_on_O, first = self._parts()
         x_ND = x_RD.flatten(0, -2).float()
         out_NO = int8_product(x_ND, int8_OD[start:stop]).mul_(unit_O[start:stop])
         if handed_on_O is not None:
-            out_NO.addcmul_(x_ND[:, : self.out_features][:, start:stop], handed_on_O[start:stop])
+            own_NO = x_ND[:, first : first + self.out_features]
+            out_NO.addcmul_(own_NO[:, start:stop], handed_on_O[start:stop])
         if self.bias is not None:
             out_NO.add_(self.bias[start:stop])
         return out_NO.unflatten(0, x_RD.shape[:-1])
@@ -69,17 +76,25 @@ class Int8Linear(NearLinear):
 
 
 def _round(weight_OD: Tensor) -> Rounded:
-    # A copy: a view would follow the weights, and keep them.
-    own_O = weight_OD.detach().diagonal().to(torch.float32, copy=True)
-    usual = weight_OD.abs().mean(dtype=torch.float32)
-    hands_on = len(own_O) == len(weight_OD) and own_O.abs().mean() > _OUTSTANDING * usual
-    handed_on_O = own_O if hands_on else None
+    handed_on_O, first = _handed_on(weight_OD)
     rows = max(_AT_ONCE // weight_OD.shape[1], 1)
     int8s, units = [], []
     for start in range(0, len(weight_OD), rows):
         piece = weight_OD[start : start + rows].to(torch.float32, copy=True)
         if handed_on_O is not None:
-            piece.diagonal(start).zero_()
+            piece.diagonal(first + start).zero_()
         units.append(piece.abs().amax(dim=1).div_(_MOST_WEIGHT).clamp_min_(1e-30))
         int8s.append((piece / units[-1][:, None]).round_().to(torch.int8))
-    return Rounded(torch.cat(int8s), torch.cat(units), handed_on_O)
+    return Rounded(torch.cat(int8s), torch.cat(units), handed_on_O, first)
+
+
+def _handed_on(weight_OD: Tensor) -> tuple[Tensor | None, int]:
+    """Of several inputs side by side, each as wide as what comes out, that which the layer also
+    hands on: the weights of its diagonal, and its first column."""
+    usual = weight_OD.abs().mean(dtype=torch.float32)
+    for first in range(0, weight_OD.shape[1] - len(weight_OD) + 1, len(weight_OD)):
+        # A copy: a view would follow the weights, and keep them.
+        own_O = weight_OD.detach().diagonal(first).to(torch.float32, copy=True)
+        if own_O.abs().mean() > _OUTSTANDING * usual:
+            return own_O, first
+    return None, 0

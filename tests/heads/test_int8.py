@@ -33,15 +33,18 @@ def test_products_are_near(dtype: torch.dtype, with_bias: bool) -> None:
         assert torch.equal(zero_O, linear.bias.float() if with_bias else torch.zeros(200))
 
 
-def test_a_layer_that_hands_its_input_on_keeps_its_other_weights() -> None:
-    """Rounded by the scale of a diagonal of ones, they would be nothing or three times as large."""
+@pytest.mark.parametrize("first", [0, 128, 256])
+def test_a_layer_that_hands_an_input_on_keeps_its_other_weights(first: int) -> None:
+    """Rounded by the scale of a diagonal of ones, they would be nothing or three times as large.
+    Of several inputs side by side it is the last one that layers of features hand on."""
     torch.manual_seed(0)
-    linear = nn.Linear(256, 128, bias=False)
+    linear = nn.Linear(384, 128, bias=False)
+    own = slice(first, first + 128)
     with torch.no_grad():
         linear.weight.normal_(std=0.005)
-        linear.weight[:, :128] += torch.eye(128)
-        x_RD = torch.randn(7, 256)
-        near, besides = Int8Linear(linear.weight, None), linear(x_RD) - x_RD[:, :128]
+        linear.weight[:, own] += torch.eye(128)
+        x_RD = torch.randn(7, 384)
+        near, besides = Int8Linear(linear.weight, None), linear(x_RD) - x_RD[:, own]
         error_RD = near(x_RD) - linear(x_RD)
         assert float(error_RD.norm() / besides.norm()) < 0.05
         part = near.rows(x_RD, 20, 70)
@@ -82,4 +85,4 @@ def test_all_that_is_held_is_announced(handed_on: float) -> None:
     layer(torch.ones(1, 32))
     assert layer._rounded is not None
     assert (layer._rounded.handed_on_O is not None) == bool(handed_on)
-    assert announced == sum(part.nbytes for part in layer._rounded if part is not None)
+    assert announced == sum(of.nbytes for of in layer._rounded if isinstance(of, torch.Tensor))
