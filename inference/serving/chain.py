@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads.config import HeadsConfig
-from medusa_heads.heads import DraftHeads, Eagle3Heads
+from medusa_heads.heads import BlockHeads, DraftHeads, Eagle3Heads
 from medusa_heads.target.target import TargetModel
 
 
@@ -27,7 +27,7 @@ class SimulatedChain:
     texts: list[list[int]]  # the new tokens of each prompt, an end token included
     drafts: int  # chains verified
     draft_tokens: int  # tokens in them
-    accepted: int  # of the last chain also those past the end of the text
+    accepted: int  # of the last chain also those past the end of the text, if it reaches there
     accepted_per_position: list[int]  # the same by place in the chain [K]
 
 
@@ -65,20 +65,23 @@ def simulate_chain(
     max_new_tokens: int,
     draft_tokens: int | None = None,
     end_tokens: Collection[int] = (),
+    past_end: bool = True,
 ) -> SimulatedChain:
     """Decode prompts of token ids greedily one by one, up to one of the end tokens, and count what
     a chain of drafts (by default of all heads) would have saved. Counts can be compared exactly in
     fp32. Raises ValueError: heads that do not draft chains, or an empty prompt.
 
-    An engine samples the first new token from the prompt, and drafts from then on. It verifies
-    whole chains: the last one counts in full, even where the text ends within it."""
+    An engine samples the first new token from the prompt, and drafts from then on. vLLM verifies
+    whole chains: the last one counts in full, even where the text ends within it. llama.cpp drafts
+    no token that `max_new_tokens` leaves no room for (`past_end=False`), and the last one never.
+    """
     draft_tokens = heads.config.num_heads if draft_tokens is None else draft_tokens
     target = target.with_features(heads.config.features)
-    if not isinstance(heads, Eagle3Heads):
+    if not isinstance(heads, (Eagle3Heads, BlockHeads)):
         check_chain(heads.config, draft_tokens)
     texts = []
     accepted_K = [0] * draft_tokens
-    drafts = 0
+    drafts = verified = 0
     for prompt in prompts:
         if not prompt:
             raise ValueError("expected prompts of at least one token, got an empty one")
@@ -94,6 +97,8 @@ def simulate_chain(
         if isinstance(heads, Eagle3Heads):
             places_T = torch.arange(len(ids_T), device=ids_T.device)
             after = heads.after_text(hidden_1TX, ids_T[None], None, places_T)
+        elif isinstance(heads, BlockHeads):
+            after = heads.after_paths(heads.encode(hidden_1TX, ids_T[None])[0], likely=None)
         else:
             after = heads.after_paths(hidden_1TX[0], likely=None)
         above_T1 = ids_T.new_zeros(len(ids_T), 1)
@@ -105,14 +110,14 @@ def simulate_chain(
         made = 1
         while made < length:
             drafted = chains_TK[len(prompt) + made - 2]  # by the state that chose the last token
-            following = new[made : made + draft_tokens]
+            most = draft_tokens if past_end else min(draft_tokens, length - made - 1)
             agreed = 0
-            while agreed < draft_tokens and drafted[agreed] == following[agreed]:
+            while agreed < most and drafted[agreed] == new[made + agreed]:
                 accepted_K[agreed] += 1
                 agreed += 1
-            drafts += 1
+            drafts, verified = drafts + (most > 0), verified + most
             made += agreed + 1
-    return SimulatedChain(texts, drafts, drafts * draft_tokens, sum(accepted_K), accepted_K)
+    return SimulatedChain(texts, drafts, verified, sum(accepted_K), accepted_K)
 
 
 def greedy(target: TargetModel, prompt: Sequence[int], new_tokens: int) -> Tensor:
