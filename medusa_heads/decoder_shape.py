@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from medusa_heads.settings import MOST, one_of, sizes, switches
 
@@ -17,6 +17,8 @@ _NUMBERS = (
 )
 _LATER = (("norm_output", False),)  # what is not written: earlier versions know no such name
 _SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+
+FeatureNorm = Literal["each", "all", "none"]
 
 _Shape = TypeVar("_Shape", bound="LayerShape")
 
@@ -132,12 +134,12 @@ class DecoderShape(LayerShape):
     """
 
     norm_before_residual: bool = True
-    feature_norm: Literal["each", "all", "none"] = "each"
+    feature_norm: FeatureNorm = "each"
     norm_output: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of(self, "feature_norm", ("each", "all", "none"))
+        one_of(self, "feature_norm", get_args(FeatureNorm))
 
 
 @dataclass(frozen=True)

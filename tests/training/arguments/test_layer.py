@@ -34,6 +34,16 @@ def test_a_shape_that_is_given_keeps_its_sizes() -> None:
     assert shaped(given, 16).decoder == replace(narrow, norm_output=True)
 
 
+def test_what_is_normalised_of_features_can_be_said() -> None:
+    config = replace(EAGLE3, features=[0, 1])
+    shaped = LayerArguments(feature_norm="all").shaped
+    assert shaped(config, 16).decoder == replace(DecoderShape.of_width(16), feature_norm="all")
+    with pytest.raises(ValueError, match="feature_norm is said of features, and these heads read"):
+        shaped(EAGLE3, 16)
+    with pytest.raises(ValueError, match=r"feature_norm must be one of .* got 'some'"):
+        LayerArguments(feature_norm="some").shaped(config, 16)  # type: ignore[arg-type]
+
+
 def test_heads_and_widths_without_such_a_layer_are_refused() -> None:
     shaped = LayerArguments(norm_output=True).shaped
     with pytest.raises(ValueError, match="and hydra heads have none: leave it out, or set kind"):
