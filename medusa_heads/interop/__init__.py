@@ -30,5 +30,6 @@ WrittenFormat = Literal[
     "eagle3-speculators",
     "dflash",
     "dspark",
+    "gguf",  # a drafter for llama.cpp
     "transformers",  # of heads an assistant; of trained modules their target with them in it
 ]

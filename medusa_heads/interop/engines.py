@@ -19,9 +19,10 @@ from torch import Tensor
 from medusa_heads.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, write_json
 from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS, StoredHeads
 from medusa_heads.checkpoint.tensor_file import write_tensors
-from medusa_heads.interop import ReadFormat, WrittenFormat, block, eagle3
+from medusa_heads.interop import ReadFormat, WrittenFormat, block, eagle3, gguf_file
 from medusa_heads.interop.fits import ENGINES, KINDS
 from medusa_heads.interop.formats import FORMATS
+from medusa_heads.interop.gguf_file import TargetFile
 from medusa_heads.interop.source import open_source
 from medusa_heads.interop.target_files import write_model
 
@@ -39,13 +40,15 @@ _Written = tuple[str, dict[str, Tensor], dict[str, Any]]
 class Outgoing:
     """Heads to be written for an engine, and what the user should know of that. `matrix_VD` gives
     the target's vocabulary matrix and `embeddings_VD` its token embeddings, or they say where to
-    get them; in `place` the files will lie, which are written elsewhere first."""
+    get them; in `place` the files will lie, which are written elsewhere first. `target_file` is
+    what llama.cpp reads the target from."""
 
     stored: StoredHeads
     place: str
     matrix_VD: Callable[[], Tensor]
     embeddings_VD: Callable[[], Tensor]
     notices: list[str] = field(default_factory=list)
+    target_file: TargetFile | None = None
 
     def __post_init__(self) -> None:
         self.config = self.stored.config
@@ -91,6 +94,9 @@ class Outgoing:
         matrix are not at hand; OSError: the folder cannot be written."""
         if to == "modelopt":
             self._write_whole_model(folder)
+            return
+        if self.target_file is not None:
+            self._write_gguf(folder, self.target_file)
             return
         if to in KINDS:
             self._write_layers(folder, to)
@@ -140,6 +146,19 @@ class Outgoing:
         said["num_speculative_tokens"] = self.config.num_heads
         flag = shlex.quote(json.dumps(said, ensure_ascii=False))
         self.notices.append(f"serve it with vLLM: --speculative-config {flag}")
+
+    def _write_gguf(self, folder: Path, target: TargetFile) -> None:
+        file, way = gguf_file.write(folder, self.stored, self.matrix_VD, target)
+        place = shlex.quote(str(Path(self.place) / file.name))
+        if not target.is_exact:
+            self.notices.append(
+                "that the GGUF file is the heads' target is known by its sizes alone: its "
+                "vocabulary matrix is quantised"
+            )
+        self.notices.append(
+            f"serve it with llama.cpp: llama-server -m TARGET.gguf -md {place} --spec-type {way} "
+            f"--spec-draft-n-max {self.config.num_heads}"
+        )
 
     def _of_fasterdecoding(self, to: WrittenFormat) -> _Written:
         """v0.1 in the pickled file that its own code reads, heads that share a matrix as v2; for

@@ -26,6 +26,7 @@ from medusa_heads.interop import WrittenFormat
 from medusa_heads.interop.block import check_assistant
 from medusa_heads.interop.engines import Outgoing
 from medusa_heads.interop.fits import ENGINES, check_fits
+from medusa_heads.interop.gguf_file import TargetFile
 from medusa_heads.interop.source import open_source
 from medusa_heads.interop.target_files import (
     TargetVocabulary,
@@ -54,6 +55,7 @@ def export_heads(
     to: WrittenFormat,
     *,
     target: str | None = None,
+    target_gguf: str | None = None,
     full_vocabulary: bool = False,
     trust_remote_code: bool = False,
 ) -> Exported:
@@ -65,10 +67,18 @@ def export_heads(
     Args:
         target: hub id or folder by which the engine is to find it, and where its vocabulary matrix
             comes from, if the layout wants a copy; by default as the checkpoint says.
+        target_gguf: the target's GGUF file, quantised or not; for llama.cpp alone, which wants its
+            vocabulary in the drafter's file too.
         full_vocabulary: heads with a reduced vocabulary are to draft the target's whole one.
     """
     if to not in ENGINES:
         raise ValueError(f"expected an engine among {', '.join(ENGINES)}, got {to!r}")
+    if (to == "gguf") != (target_gguf is not None):
+        raise ValueError(
+            "--to gguf wants the target's GGUF file: give target_gguf"
+            if to == "gguf"
+            else f"target_gguf is for --to gguf, and {to} reads none: leave it out"
+        )
     folder = empty_folder(out)
     heads = find_checkpoint(checkpoint)
     stored = read_stored(heads)
@@ -95,6 +105,9 @@ def export_heads(
     check_fits(outgoing.stored, to)
     if to == "transformers":
         check_assistant((known or _named_target(stored)).model, stored.config)
+    if target_gguf is not None:
+        outgoing.target_file = TargetFile.read(target_gguf)
+        outgoing.target_file.check(outgoing.stored)
     with staged(folder) as made:
         outgoing.write(made, to)
     return Exported(folder, tuple(outgoing.notices))
@@ -106,6 +119,7 @@ def export_modules(
     to: WrittenFormat = "transformers",
     *,
     target: str | None = None,
+    target_gguf: str | None = None,
     full_vocabulary: bool = False,
     trust_remote_code: bool = False,
 ) -> Exported:
@@ -116,10 +130,10 @@ def export_modules(
 
     Args:
         target: hub id or folder of the target; by default as the modules say.
-        full_vocabulary: of heads alone.
+        target_gguf, full_vocabulary: of heads alone.
         trust_remote_code: read a target that brings code of its own.
     """
-    if to != "transformers" or full_vocabulary:
+    if to != "transformers" or full_vocabulary or target_gguf is not None:
         raise ValueError(
             "modules are written into a copy of their target, for transformers and the engines "
             "that run it with them: give --to transformers, and no other option of heads"

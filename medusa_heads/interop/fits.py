@@ -5,7 +5,7 @@ from __future__ import annotations
 from medusa_heads.checkpoint.stored_heads import StoredHeads
 from medusa_heads.config import HeadsKind
 from medusa_heads.decoder_shape import BlockShape
-from medusa_heads.interop import WrittenFormat
+from medusa_heads.interop import WrittenFormat, gguf_file
 
 ENGINES: dict[WrittenFormat, str] = {
     "fasterdecoding": "FasterDecoding's layout",
@@ -17,14 +17,16 @@ ENGINES: dict[WrittenFormat, str] = {
     "eagle3-speculators": "speculators' layout of EAGLE-3",
     "dflash": "DFlash's layout",
     "dspark": "DSpark's layout",
+    "gguf": "llama.cpp",
     "transformers": "transformers' assistant",
 }
-KINDS: dict[WrittenFormat, HeadsKind] = {
-    "eagle3": "eagle3",
-    "eagle3-speculators": "eagle3",
-    "dflash": "block",
-    "dspark": "block",
-    "transformers": "block",
+KINDS: dict[WrittenFormat, tuple[HeadsKind, ...]] = {
+    "eagle3": ("eagle3",),
+    "eagle3-speculators": ("eagle3",),
+    "dflash": ("block",),
+    "dspark": ("block",),
+    "gguf": ("eagle3", "block"),
+    "transformers": ("block",),
 }
 
 
@@ -32,13 +34,13 @@ def check_fits(stored: StoredHeads, to: WrittenFormat) -> None:
     """Raises ValueError, by name, for what an engine cannot hold: sequential heads, a prefix
     layer, features, a vocabulary matrix with a bias, ..."""
     config, engine = stored.config, ENGINES[to]
-    kind, shared = KINDS.get(to, "medusa"), config.vocab_matrix == "shared"
-    if config.kind != kind:
-        fitting = [name for name, held in KINDS.items() if held == config.kind]
-        train = f"train kind '{kind}' for it"
+    kinds, shared = KINDS.get(to, ("medusa",)), config.vocab_matrix == "shared"
+    if config.kind not in kinds:
+        fitting = [name for name, held in KINDS.items() if config.kind in held]
+        train = f"train kind {' or '.join(map(repr, kinds))} for it"
         advice = f"give --to {' or '.join(fitting)}" if fitting else train
         raise ValueError(f"{engine} holds no {config.kind} heads: {advice}")
-    if kind != "medusa":
+    if config.kind != "medusa":
         _check_layers(stored, to)
         return
     parts = {
@@ -76,16 +78,18 @@ def _check_layers(stored: StoredHeads, to: WrittenFormat) -> None:
             f"{engine} holds layers that read features, and these read the target's last "
             "hidden state: train with features"
         )
+    if to == "gguf":
+        gguf_file.check_fits(stored)
     if config.kind != "block":
         return
-    if (to == "dspark") != (config.correction_rank is not None):
+    if to != "gguf" and (to == "dspark") != (config.correction_rank is not None):
         what, other = ("no", "dflash") if to == "dspark" else ("a", "dspark")
         raise ValueError(
             f"these heads have {what} correction by the token before: give --to {other}"
         )
     shape = config.decoder
     assert isinstance(shape, BlockShape)
-    if to != "dspark" and shape.sample_from_anchor:
+    if config.correction_rank is None and shape.sample_from_anchor:
         raise ValueError(
             "DFlash drafts nothing from the last known token's query, and these heads do "
             "(sample_from_anchor): train with a correction_rank, and give --to dspark"
@@ -95,7 +99,7 @@ def _check_layers(stored: StoredHeads, to: WrittenFormat) -> None:
             f"{engine} drafts every token of the target's vocabulary, and these heads a part: "
             "give --full_vocabulary"
         )
-    if config.vocab_matrix == "own" and config.draft_vocab_size is None:
+    if to != "gguf" and config.vocab_matrix == "own" and config.draft_vocab_size is None:
         raise ValueError(
             f"{engine} reads the target's own vocabulary matrix in place of a whole one: train "
             "vocab_matrix 'shared' for it"

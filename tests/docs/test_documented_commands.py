@@ -47,6 +47,7 @@ FOREIGN = {
     "model_loader_extra_config",
     "num_processes",
     "pipeline_parallel_size",
+    "spec_type",
     "speculative_config",
     "tensor_parallel_size",
     "version",

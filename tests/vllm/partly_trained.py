@@ -21,6 +21,7 @@ from medusa_heads.training.runs.heads import train_heads
 TARGET = Path(__file__).parents[2] / "assets" / "demo-target"
 NUM_HEADS = 4
 NEW_TOKENS = 64
+MOST = 12  # prompts
 STEPS = 12
 KINDS: dict[str, dict[str, Any]] = {
     "shared": {"vocab_matrix": "shared"},
@@ -37,6 +38,26 @@ KINDS: dict[str, dict[str, Any]] = {
         "draft_vocab_size": 1001,
         "decoder": replace(DecoderShape.of_width(384), norm_output=True),
     },
+    "eagle3-side-by-side": {
+        "kind": "eagle3",
+        "features": [1, 3, 4],
+        "draft_vocab_size": 1001,
+        "decoder": replace(DecoderShape.of_width(384), feature_norm="all"),
+    },
+    "eagle3-bare": {
+        "kind": "eagle3",
+        "features": [1, 2, 4],
+        "decoder": replace(
+            DecoderShape.of_width(384), feature_norm="none", norm_before_residual=False
+        ),
+    },
+    "block": {"kind": "block", "features": [1, 4], "num_layers": 2},
+    "block-corrected": {
+        "kind": "block",
+        "features": [1, 3, 4],
+        "correction_rank": 16,
+        "draft_vocab_size": 1001,
+    },
 }
 
 
@@ -45,10 +66,11 @@ def load_target() -> TargetModel:
     return TargetModel.from_pretrained(str(TARGET), dtype=torch.float32)
 
 
-def train(kind: str, folder: Path) -> Path:
-    """A checkpoint of such heads, by this package's own training, on what they will be asked."""
+def train(kind: str, folder: Path, count: int = MOST) -> Path:
+    """A checkpoint of such heads, by this package's own training, on what they will be asked: so
+    many prompts."""
     target = load_target()
-    rows = [greedy(target, prompt, NEW_TOKENS).tolist() for prompt in prompts()]
+    rows = [greedy(target, prompt, NEW_TOKENS).tolist() for prompt in prompts(count)]
     dataset = Dataset.from_list([{"input_ids": row, "labels": row} for row in rows])
     config = HeadsConfig(num_heads=NUM_HEADS, **KINDS[kind])
     arguments = OptimisationArguments(
@@ -75,10 +97,10 @@ def load(folder: Path, target: TargetModel) -> DraftHeads:
     return load_heads(folder, target).heads
 
 
-def prompts() -> list[list[int]]:
-    """Token ids of twelve prompts of unequal length, from sources that nothing was trained on."""
+def prompts(count: int = MOST) -> list[list[int]]:
+    """Token ids of prompts of unequal length, from sources that nothing was trained on."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    windows = held_out_prompts(tokenizer, num_prompts=12, prompt_length=48, seed=7)
-    return [window[: 12 + 3 * n] for n, window in enumerate(windows)]
+    windows = held_out_prompts(tokenizer, num_prompts=MOST, prompt_length=48, seed=7)
+    return [window[: 12 + 3 * n] for n, window in enumerate(windows[:count])]

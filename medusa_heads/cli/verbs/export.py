@@ -24,6 +24,9 @@ class ExportArguments(RemoteCodeFlag):
         MISSING, "Engine or project that is to read it; of trained modules: transformers."
     )
     target: str | None = flag(None, "Hub id or folder of the target. Default: that of the heads.")
+    target_gguf: str | None = flag(
+        None, "The target's GGUF file, quantised or not, whose vocabulary --to gguf copies."
+    )
     full_vocabulary: bool = flag(False, "Let heads of a reduced vocabulary draft all tokens.")
 
 

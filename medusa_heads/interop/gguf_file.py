@@ -1,0 +1,284 @@
+"""Heads as llama.cpp reads a drafter: one GGUF file, with the vocabulary of the target's own.
+
+llama.cpp counts layers by what goes into them. Its eagle3 layer turns neighbouring columns of
+queries and keys by the position, as its Llama does, where transformers turns columns half a head
+apart.
+
+Shapes: D hidden, V vocabulary, H attention heads, W their width.
+Source: llama.cpp, docs/speculative.md and its own converter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from medusa_heads.checkpoint.stored_heads import StoredHeads
+from medusa_heads.decoder_shape import BlockShape, DecoderShape, LayerShape
+from medusa_heads.errors import first_line
+from medusa_heads.files import expanded
+from medusa_heads.interop import block, eagle3
+from medusa_heads.target.fingerprint import lm_head_sha256
+
+_FEATURES = 3  # that llama.cpp reads for an eagle3 layer, no more and no fewer
+_LAYER = re.compile(r"(?:midlayer|layers\.(\d+))\.(.+)\.weight")
+_OF_LAYER = {
+    "input_layernorm": "attn_norm",
+    "hidden_norm": "attn_norm_2",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_BESIDE = {
+    "fc.weight": "fc.weight",
+    "input_norm.weight": "enc.output_norm.weight",
+    "hidden_norm.weight": "enc.output_norm.weight",
+    "norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "markov_head.markov_w1.weight": "markov_w1.weight",
+    "markov_head.markov_w2.weight": "markov_w2.weight",
+}
+_TOKENS, _MASK = "tokenizer.ggml.tokens", "tokenizer.ggml.mask_token_id"
+_CONTEXT = 131072
+_EXACT = ("F32", "BF16")  # types of a vocabulary matrix that is known by its hash
+
+
+def check_fits(stored: StoredHeads) -> None:
+    """Raises ValueError, by name, for what llama.cpp cannot hold of eagle3 and block heads."""
+    config, shape = stored.config, stored.config.decoder
+    features, positions = config.features or (), "default"
+    if shape is not None:
+        positions = shape.rope_parameters["rope_type"]
+        if shape.attention_bias:
+            raise ValueError("llama.cpp holds no biases in the attention of heads")
+    if positions not in ("default", "linear"):
+        raise ValueError(
+            f"llama.cpp's file is written for positions that turn by the rules default and linear, "
+            f"and these heads' turn by {positions}"
+        )
+    if config.kind == "block":
+        return
+    if len(features) != _FEATURES:
+        raise ValueError(
+            f"llama.cpp holds eagle3 layers that read {_FEATURES} layers of the target, and these "
+            f"read {len(features)}: train with features of {_FEATURES}"
+        )
+    assert shape is None or isinstance(shape, DecoderShape)
+    if shape is None or shape.feature_norm == "each":
+        raise ValueError(
+            "llama.cpp holds no norm for each feature (fc_norm): train with feature_norm all"
+        )
+    if shape.norm_output:
+        raise ValueError(
+            "llama.cpp knows no norm_output, and would draft badly: train without norm_output"
+        )
+
+
+@dataclass(frozen=True)
+class TargetFile:
+    """What a drafter's file takes over from that of its target: a GGUF file, quantised or not.
+
+    Attributes:
+        vocabulary: the tokenizer's keys, each with its value and the value's types.
+        num_layers, hidden_size, vocab_size: of the target.
+        lm_head_sha256: see fingerprint.py; None where the matrix is quantised.
+    """
+
+    vocabulary: Mapping[str, tuple[Any, list[Any]]]
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    lm_head_sha256: str | None
+
+    @classmethod
+    def read(cls, path: str) -> TargetFile:
+        """Raises ValueError: there is no such file, it is no GGUF file, or holds no language model;
+        or the library that reads it is not installed."""
+        gguf, file = _library(), expanded(path)
+        if not file.is_file():
+            raise ValueError(f"expected the target's GGUF file at {path!r}, found none")
+        try:
+            reader = gguf.GGUFReader(file)
+            said = {name: field.contents() for name, field in reader.fields.items()}
+            kind = said["general.architecture"]
+            sizes = [said[f"{kind}.{of}"] for of in ("block_count", "embedding_length")]
+            tokens = said[_TOKENS]
+        # Whatever it is that a damaged file makes the library stumble over.
+        except Exception as error:
+            why = first_line(error) or type(error).__name__
+            raise ValueError(f"{path!r} is no GGUF file of a language model ({why})") from error
+        vocabulary = {
+            name: (said[name], field.types)
+            for name, field in reader.fields.items()
+            if name.startswith("tokenizer.")
+        }
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
+        matrix = tensors.get("output.weight") or tensors.get("token_embd.weight")
+        known = None if matrix is None else _sha256(matrix)
+        return cls(vocabulary, sizes[0], sizes[1], len(tokens), known)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether more is known of its vocabulary matrix than its sizes."""
+        return self.lm_head_sha256 is not None
+
+    def check(self, stored: StoredHeads) -> None:
+        """Raises ValueError: it is no target of these heads."""
+        config, known = stored.config, stored.target.get("lm_head_sha256")
+        for what, theirs, ours in (
+            ("a hidden size", self.hidden_size, config.hidden_size),
+            ("a vocabulary", self.vocab_size, config.vocab_size),
+        ):
+            if theirs != ours:
+                raise ValueError(
+                    f"the heads belong to a target with {what} of {ours}, and that of the GGUF "
+                    f"file is {theirs}"
+                )
+        last, most = max(config.features or [0]), self.num_layers - 1
+        if last > most:
+            raise ValueError(
+                f"the heads read layer {last} of their target, and that of the GGUF file has "
+                f"{self.num_layers}"
+            )
+        if last == most:  # what it hands on of some architectures is not written to by any layer
+            raise ValueError(
+                f"llama.cpp hands drafters no output of the target's last layer ({last}): train "
+                "with features of other layers"
+            )
+        if self.is_exact and known and self.lm_head_sha256 != known:
+            raise ValueError(
+                "the heads belong to another target: the vocabulary matrix of the GGUF file is not "
+                "theirs"
+            )
+
+
+def write(
+    folder: Path, stored: StoredHeads, matrix_VD: Callable[[], Tensor], target: TargetFile
+) -> tuple[Path, str]:
+    """Write the drafter, and return its file and what llama.cpp calls the way it drafts.
+    `matrix_VD` gives the target's vocabulary matrix, of which heads of a reduced vocabulary that
+    share it are given a copy; of a whole one llama.cpp reads the target's own. Raises OSError: it
+    cannot be written."""
+    config = stored.config
+    assert config.hidden_size is not None
+    partly = config.vocab_matrix == "shared" and config.draft_vocab_size is not None
+    copied_VD = matrix_VD() if partly else None
+    if config.kind == "block":
+        (tensors, said), kind = block.written(stored, copied_VD), "dflash"
+        algorithm = "dflash" if config.correction_rank is None else "dspark"
+    else:
+        (tensors, said), kind = eagle3.written(stored, copied_VD), "eagle3"
+        algorithm = "eagle3"
+    shape = config.decoder
+    assert isinstance(shape, LayerShape)
+    gguf = _library()
+    dtype = tensors["fc.weight"].dtype
+    type_name = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]
+    file = folder / f"{algorithm}-{type_name}.gguf"
+    writer = gguf.GGUFWriter(file, kind)
+    writer.add_file_type(
+        gguf.LlamaFileType[f"{'ALL' if type_name == 'F32' else 'MOSTLY'}_{type_name}"]
+    )
+    _add_sizes(writer, config.hidden_size, config.num_layers, shape)
+    writer.add_vocab_size(config.vocab_size)
+    if isinstance(shape, BlockShape):
+        layers = said["aux_hidden_state_layer_ids"]
+        writer.add_uint32(f"{kind}.block_size", said["block_size"])
+        writer.add_bool(f"{kind}.sample_from_anchor", said["sample_from_anchor"])
+        writer.add_bool(f"{kind}.has_confidence_head", False)
+        writer.add_bool(f"{kind}.attention.causal", False)
+    else:
+        layers = said["eagle_aux_hidden_state_layer_ids"]
+        writer.add_uint32(f"{kind}.target_hidden_size", config.hidden_size)
+        writer.add_bool(f"{kind}.norm_before_residual", said["norm_before_residual"])
+        writer.add_bool(f"{kind}.norm_before_fc", said["norm_before_fc"])
+    writer.add_array(f"{kind}.target_layers", layers)
+    for name, (value, types) in target.vocabulary.items():
+        if name != _MASK:
+            writer.add_key_value(name, value, types[0], types[1] if len(types) > 1 else None)
+    if isinstance(shape, BlockShape):
+        writer.add_uint32(_MASK, shape.mask_token_id)
+    for name, tensor in tensors.items():
+        if name != "t2d":
+            _add_tensor(gguf, writer, name, tensor, shape)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
+    return file, f"draft-{algorithm}"
+
+
+def _library() -> Any:
+    try:
+        import gguf
+    except ImportError as error:
+        raise ValueError(
+            "GGUF files are read and written by a library that is not installed: pip install gguf"
+        ) from error
+    return gguf
+
+
+def _sha256(matrix: Any) -> str | None:
+    """Of a vocabulary matrix in a GGUF file."""
+    if matrix.tensor_type.name not in _EXACT:
+        return None
+    raw = torch.from_numpy(np.array(matrix.data))  # torch wants what it could write to
+    return lm_head_sha256(raw.view(torch.bfloat16) if raw.dtype == torch.uint8 else raw)
+
+
+def _add_sizes(writer: Any, hidden_size: int, num_layers: int, shape: LayerShape) -> None:
+    writer.add_context_length(_CONTEXT)
+    writer.add_embedding_length(hidden_size)
+    writer.add_block_count(num_layers)
+    writer.add_feed_forward_length(shape.intermediate_size)
+    writer.add_head_count(shape.num_attention_heads)
+    writer.add_head_count_kv(shape.num_key_value_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_layer_norm_rms_eps(shape.rms_norm_eps)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_freq_base(float(shape.rope_parameters.get("rope_theta") or 10_000.0))
+    if shape.rope_parameters["rope_type"] == "linear":
+        from gguf import RopeScalingType
+
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(float(shape.rope_parameters["factor"]))
+
+
+def _add_tensor(gguf: Any, writer: Any, name: str, tensor: Tensor, shape: LayerShape) -> None:
+    if name == "d2t":  # which token each one that can be drafted is
+        writer.add_tensor(name, (tensor + torch.arange(len(tensor))).numpy())
+        return
+    found = _LAYER.fullmatch(name)
+    theirs = _BESIDE[name] if found is None else f"blk.{found[1] or 0}.{_OF_LAYER[found[2]]}.weight"
+    if isinstance(shape, DecoderShape) and name.endswith(("q_proj.weight", "k_proj.weight")):
+        tensor = _neighbours(tensor, shape.head_dim)
+    if tensor.ndim == 1:  # norms
+        tensor = tensor.float()
+    if tensor.dtype == torch.bfloat16:  # which numpy has not
+        raw = tensor.contiguous().view(torch.uint8).numpy()
+        writer.add_tensor(theirs, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+        return
+    writer.add_tensor(theirs, tensor.contiguous().numpy())
+
+
+def _neighbours(weight: Tensor, width: int) -> Tensor:
+    """Rows of queries or keys [H * W, ..] in the order in which neighbours turn together."""
+    halves = weight.unflatten(0, (-1, 2, width // 2))
+    return halves.transpose(1, 2).reshape(weight.shape)
