@@ -152,8 +152,8 @@ class Outgoing:
         place = shlex.quote(str(Path(self.place) / file.name))
         if not target.is_exact:
             self.notices.append(
-                "that the GGUF file is the heads' target is known by its sizes alone: its "
-                "vocabulary matrix is quantised"
+                "that the GGUF file is the heads' target is known by its sizes alone: it does not "
+                "hold its vocabulary matrix as it was trained"
             )
         self.notices.append(
             f"serve it with llama.cpp: llama-server -m TARGET.gguf -md {place} --spec-type {way} "

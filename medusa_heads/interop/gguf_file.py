@@ -95,7 +95,8 @@ class TargetFile:
     Attributes:
         vocabulary: the tokenizer's keys, each with its value and the value's types.
         num_layers, hidden_size, vocab_size: of the target.
-        lm_head_sha256: see fingerprint.py; None where the matrix is quantised.
+        lm_head_sha256: see fingerprint.py; None where the matrix is not there as it was trained: quantised, or
+            padded, or in another file.
     """
 
     vocabulary: Mapping[str, tuple[Any, list[Any]]]
@@ -128,7 +129,8 @@ class TargetFile:
         }
         tensors = {tensor.name: tensor for tensor in reader.tensors}
         matrix = tensors.get("output.weight") or tensors.get("token_embd.weight")
-        known = None if matrix is None else _sha256(matrix)
+        whole = matrix is not None and len(matrix.data) == len(tokens)  # some files pad it
+        known = _sha256(matrix) if whole else None
         return cls(vocabulary, sizes[0], sizes[1], len(tokens), known)
 
     @property

@@ -96,6 +96,33 @@ def test_texts_end_with_an_end_token_and_count_their_last_chain_in_full(
         assert ended.texts == [full.texts[0][:length]]
 
 
+@pytest.mark.parametrize("draft_tokens", [1, 4])
+def test_chains_may_end_with_the_text(
+    target: TargetModel, heads: DraftHeads, draft_tokens: int
+) -> None:
+    """As llama.cpp's do: one token comes of every step, so that it is never drafted."""
+    for length in range(1, NEW_TOKENS):
+        simulated = simulate_chain(
+            target,
+            heads,
+            PROMPTS[:1],
+            max_new_tokens=length,
+            draft_tokens=draft_tokens,
+            past_end=False,
+        )
+        if length > 2:
+            whole = simulate_chain(
+                target, heads, PROMPTS[:1], max_new_tokens=length, draft_tokens=draft_tokens
+            )
+            assert simulated.texts == whole.texts
+            assert whole.drafts - 1 <= simulated.drafts <= whole.drafts
+            assert 0 <= simulated.draft_tokens <= whole.draft_tokens
+            assert 0 <= whole.accepted - simulated.accepted <= draft_tokens
+        # What was not accepted of them came one by one, the last one from a step without drafts.
+        steps = length - 1 - simulated.accepted
+        assert simulated.drafts in (steps, steps - 1)
+
+
 def test_one_token_needs_no_chain(target: TargetModel, heads: DraftHeads) -> None:
     simulated = simulate_chain(target, heads, PROMPTS, max_new_tokens=1)
     assert [len(text) for text in simulated.texts] == [1, 1, 1]
