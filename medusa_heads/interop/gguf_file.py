@@ -95,8 +95,8 @@ class TargetFile:
     Attributes:
         vocabulary: the tokenizer's keys, each with its value and the value's types.
         num_layers, hidden_size, vocab_size: of the target.
-        lm_head_sha256: see fingerprint.py; None where the matrix is not there as it was trained: quantised, or
-            padded, or in another file.
+        lm_head_sha256: see fingerprint.py; None where the matrix is not there as it was trained:
+            quantised, or padded, or in another file.
     """
 
     vocabulary: Mapping[str, tuple[Any, list[Any]]]
