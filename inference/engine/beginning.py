@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from medusa_heads.cache_names import CACHE_NAMES, take_cache
 from medusa_heads.inference.acceptance import SampleThenMatch, make_rule
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.capability import capability, check_batch
@@ -207,10 +208,8 @@ def _recorder(config: GenerationConfig, batch: int, acceptance: str) -> ScoreRec
     return ScoreRecorder(bool(config.output_scores))
 
 
-def _own_cache(
-    target: TargetModel, model_kwargs: dict[str, Any], batch: int, slots: int
-) -> RowCache:
-    given = model_kwargs.get(target.cache_argument)
+def _own_cache(target: TargetModel, kwargs: dict[str, Any], batch: int, slots: int) -> RowCache:
+    given = take_cache(kwargs)
     cache = target.new_cache(batch, slots)
     # One without rows does not say how much it has read.
     if type(given) is type(cache) and cache.fixed_capacity is None and cache.row_layers:
@@ -219,13 +218,13 @@ def _own_cache(
     elif given is not None:
         refuse_states_alone(given)
         cache.take_over(given)
-    model_kwargs[target.cache_argument] = cache
+    kwargs[target.cache_argument] = cache
     return cache
 
 
 _READ_HERE = (
     *("attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep"),
-    *("past_key_values", "cache_params", "output_attentions", "output_hidden_states"),
+    *(*CACHE_NAMES, "output_attentions", "output_hidden_states"),
 )
 _GIVEN_AS = {"mm_encoder_outputs": "pixel_values and what else makes images or videos"}
 

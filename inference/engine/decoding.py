@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from medusa_heads.cache_names import cache_field
 from medusa_heads.inference.acceptance import AcceptanceRule
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.beginning import Beginning, finish_step
@@ -123,7 +124,7 @@ def decode(
 
     output: dict[str, Any] = {"sequences": sequences_BT}
     if len(rows) == 1:  # rows of a batch end at different lengths and leave the cache as they end
-        output["past_key_values"] = state.cache.handed_out(target.config)
+        output[cache_field()] = state.cache.handed_out(target.config)
     if recorder and generation_config.output_scores:
         output["scores"] = recorder.given("scores")
     if recorder and generation_config.output_logits:

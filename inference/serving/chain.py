@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from medusa_heads.cache_names import cache_of
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import BlockHeads, DraftHeads, Eagle3Heads
 from medusa_heads.target.target import TargetModel
@@ -126,8 +128,9 @@ def greedy(target: TargetModel, prompt: Sequence[int], new_tokens: int) -> Tenso
     cache = None
     for _ in range(new_tokens):
         input_ids_BT = torch.tensor([unread], device=target.device)
-        output = target.model(input_ids=input_ids_BT, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        given: Any = {"input_ids": input_ids_BT, target.cache_argument: cache}
+        output = target.model(**given, use_cache=True)
+        cache = cache_of(output)
         unread = [int(output.logits[0, -1].argmax())]
         tokens = tokens + unread
     return torch.tensor(tokens)

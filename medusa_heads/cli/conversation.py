@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from medusa_heads.cache_names import cache_of
 from medusa_heads.data.chat import ask_ids
 from medusa_heads.data.prompts import stop_ids
 from medusa_heads.files import expanded, replace_file
@@ -53,7 +54,7 @@ class Conversation:
         ids = self._render(messages, text)
         options = {**options, "max_new_tokens": self._room(len(ids), options["max_new_tokens"])}
         if (cache := self._take_cache(ids)) is not None:
-            options["past_key_values"] = cache
+            options[self.model.target.cache_argument] = cache
         input_ids_1T = torch.tensor([ids], device=self.model.target.device)
         finished = True
         try:
@@ -65,7 +66,7 @@ class Conversation:
                 **options,
             )
             # States alone do not say how much they have read, and are taken on by nobody.
-            if isinstance(cache := output.past_key_values, RowCache) and cache.row_layers:
+            if isinstance(cache := cache_of(output), RowCache) and cache.row_layers:
                 self._cache = cache
                 self._cached_ids = output.sequences[0, : cache.get_seq_length()].tolist()
         except KeyboardInterrupt:

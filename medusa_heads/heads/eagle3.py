@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from medusa_heads.cache_names import cache_argument
 from medusa_heads.config import HeadsConfig
 from medusa_heads.decoder_shape import DecoderShape
 from medusa_heads.heads.base import After
@@ -46,6 +47,7 @@ class Eagle3Layer(RotaryLayers):
         self.keep_rotary(rotary)
         self._norm_before_residual = shape.norm_before_residual
         self.self_attn = LlamaAttention(self.config, layer_idx=0)
+        self._cache_argument = cache_argument(LlamaAttention.forward)
         for name in ("q_proj", "k_proj", "v_proj"):
             plain = getattr(self.self_attn, name)
             wide = nn.Linear(2 * hidden_size, plain.out_features, bias=plain.bias is not None)
@@ -74,7 +76,7 @@ class Eagle3Layer(RotaryLayers):
             both,
             position_embeddings=self._rotary[0](both, positions_BT),
             attention_mask=visible_BTS[:, None],
-            past_key_values=cache,
+            **{self._cache_argument: cache},
         )
         x_BTD = residual_BTD + mixed_BTD
         out_BTD: Tensor = x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from medusa_heads.cache_names import cache_argument
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.machine import Choice, Use
 from medusa_heads.target.attention import (
@@ -247,9 +248,13 @@ class TargetModel(HiddenReader):
 
     @cached_property
     def cache_argument(self) -> str:
-        """The name by which its forward takes a cache; another of Mamba, which has states alone."""
-        asks = inspect.signature(self.model.forward).parameters
-        return "cache_params" if "cache_params" in asks else "past_key_values"
+        """The name by which its forward takes a cache."""
+        return cache_argument(self.model.forward)
+
+    @cached_property
+    def keeps_states_alone(self) -> bool:
+        """Whether its cache has no rows of tokens, as that of Mamba."""
+        return is_recurrent(self.config) and not RecurrentCache(self.config).row_layers
 
     def hidden_with_grad(
         self,

@@ -57,6 +57,7 @@ def measure(arguments: Arguments) -> None:
     from rich.table import Table
 
     from medusa_heads import HeadsConfig, MedusaModel, TargetModel, new_heads
+    from medusa_heads.cache_names import cache_of
     from medusa_heads.trees.statistics import HeadStatistics
     from medusa_heads.trees.tree import TokenTree
     from scripts.measure.step_timers import standing_state
@@ -90,7 +91,7 @@ def measure(arguments: Arguments) -> None:
                 parameter.add_(torch.randn_like(parameter) * 0.02)
             for tree in arguments.trees:
                 model = MedusaModel(target, heads, statistics=statistics, tree=tree)
-                cache: Any = target.model(ids_1T[:, :-1], use_cache=True).past_key_values
+                cache: Any = cache_of(target.model(ids_1T[:, :-1], use_cache=True))
                 state = standing_state(model, ids_1T, cache)
                 lengths = {memory: list(memory.lengths) for memory in state.memories.values()}
                 runs[kind, tree] = partial(draft, model, state, lengths)

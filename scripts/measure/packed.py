@@ -53,10 +53,11 @@ def measure(arguments: Arguments) -> None:
     target = TargetModel.from_pretrained(arguments.target, dtype=dtype, device="cpu")
     matrices, model = PackedMatrices(target.model, measured=False), target.model
     cache: Any = DynamicCache(config=model.config)
+    given: Any = {target.cache_argument: cache}
     seconds: dict[tuple[int, bool | str], list[float]] = {}
     scripted, slots = ScriptedTarget(model), arguments.context + max(TOKENS)
     with torch.inference_mode():
-        model(torch.randint(target.vocab_size, (1, arguments.context)), past_key_values=cache)
+        model(torch.randint(target.vocab_size, (1, arguments.context)), **given)
         bench = StepBench(scripted, arguments.context, 1, (cache, slots))
         for number in range(_WARM_UP + arguments.rounds):
             for tokens in TOKENS:
@@ -64,7 +65,7 @@ def measure(arguments: Arguments) -> None:
                 for is_packed in (False, True):
                     with matrices.instead(tokens if is_packed else 0):
                         started = time.perf_counter()
-                        model(ids_1T, past_key_values=cache)
+                        model(ids_1T, **given)
                         taken = time.perf_counter() - started
                     cache.crop(-tokens)
                     if number >= _WARM_UP:

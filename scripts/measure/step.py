@@ -179,8 +179,9 @@ class Place:
         self._target: Any = model.target.model
         self._ids_1T = torch.tensor([ids], device=model.target.device)
         self._cache = DynamicCache(config=self._target.config)
+        given = {model.target.cache_argument: self._cache, "use_cache": True}
         for chunk_1T in self._ids_1T[:, :-1].split(1024, dim=1):
-            self._target(chunk_1T, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+            self._target(chunk_1T, logits_to_keep=1, **given)
         self._mask_11NS = torch.ones(
             1, 1, 1, self.context + 1, dtype=torch.bool, device=self._target.device
         )

@@ -16,6 +16,7 @@ from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from medusa_heads import MedusaModel
+from medusa_heads.cache_names import cache_argument
 from medusa_heads.inference.acceptance import make_rule
 from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
@@ -31,14 +32,15 @@ def generation(
 ) -> tuple[dict[str, float], list[int]]:
     """One call of generate() behind a cache: milliseconds a step by phase, its prefill left out,
     `graph` being steps that are one graph; and what it wrote."""
+    given: Any = {model.target.cache_argument: cache}  # copied, not written to
     wait_for(model.target.device)
     started = time.perf_counter()
     sequences: Any = model.generate(
         ids_1T,
         attention_mask=torch.ones_like(ids_1T),
-        past_key_values=cache,  # copied, not written to
         max_new_tokens=new_tokens,
         do_sample=False,
+        **given,
     )
     wait_for(model.target.device)
     stats = model.last_stats
@@ -66,9 +68,9 @@ def plain_tokens(
     sequences = target.generate(
         ids_1T,
         attention_mask=torch.ones_like(ids_1T),
-        past_key_values=cache,
         max_new_tokens=new_tokens,
         do_sample=False,
+        **{model.target.cache_argument: cache},
     )
     cache.crop(length - cache.get_seq_length())
     tokens: list[int] = sequences[0, ids_1T.shape[1] :].tolist()
@@ -124,12 +126,10 @@ def plain_step(
     target: Any, token_11: torch.Tensor, cache: DynamicCache, mask_11NS: torch.Tensor | None
 ) -> float:
     """A one-token step of the target, its argmax read; the cache stays as it was."""
-    times = []
+    times, given = [], {cache_argument(target.forward): cache}
     for _ in range(STEPS):
         started = time.perf_counter()
-        logits = target(
-            token_11, attention_mask=mask_11NS, past_key_values=cache, use_cache=True
-        ).logits
+        logits = target(token_11, attention_mask=mask_11NS, use_cache=True, **given).logits
         int(logits[0, -1].argmax())  # waits for the device
         times.append(time.perf_counter() - started)
         cache.crop(-1)

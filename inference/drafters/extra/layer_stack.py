@@ -152,7 +152,7 @@ class _StandIn:
 @torch.no_grad()
 def _run_three_tokens(target: TargetModel) -> None:
     ids_1T = torch.arange(3, device=target.device)[None]
-    target.model(ids_1T, past_key_values=target.new_cache(), use_cache=True)
+    target.model(ids_1T, use_cache=True, **{target.cache_argument: target.new_cache()})
 
 
 def _refusal(sentence: str) -> UnsupportedArchitecture:

@@ -116,7 +116,8 @@ class Agreement:
         self._target, self._stack = target, stack
         self._text_BT = text_BT.to(target.device)
         self._cache = target.new_cache(len(text_BT), 2 * text_BT.shape[1])
-        logits_BTV = target.model(self._text_BT, past_key_values=self._cache, use_cache=True).logits
+        given: Any = {target.cache_argument: self._cache, "use_cache": True}
+        logits_BTV = target.model(self._text_BT, **given).logits
         self._said_BT = logits_BTV.argmax(dim=-1)
 
     def __call__(self, skipped: Sequence[int]) -> float:

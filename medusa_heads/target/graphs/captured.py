@@ -233,7 +233,7 @@ class CapturedTarget(CompiledTarget):
         self, inputs: dict[str, Any], given: list[Tensor]
     ) -> tuple[Tensor, Callable[[list[Tensor]], list[Tensor]] | None]:
         logits_BNV = self._checked(inputs)
-        cache: StaticRowCache = inputs["past_key_values"]
+        cache: StaticRowCache = inputs[self.cache_argument]
         known, shapes = self._recorded.setdefault(cache, {}), tuple(map(look, given))
         if shapes not in known and self.compiles and shapes not in self._short:
             captured = self._captured.tensors(self.features)
@@ -261,7 +261,7 @@ class CapturedTarget(CompiledTarget):
 
         if (recording := self.recording(forward)) is None:
             return None
-        if isinstance(inputs["past_key_values"], StaticRecurrentCache):
+        if isinstance(inputs[self.cache_argument], StaticRecurrentCache):
             return _Forward(recording, places)  # whose states would read these tokens twice
         if not self._says(recording, expected):
             self.warn("a recorded forward says something else than the model")

@@ -130,7 +130,7 @@ class CompiledTarget(TargetModel):
     @property
     def loses_states(self) -> bool:
         """Whether no graph carries the model's states on."""
-        return has_scans(self.model) or self.cache_argument != "past_key_values"
+        return has_scans(self.model) or self.keeps_states_alone
 
     @property
     def compiles(self) -> bool:
@@ -260,7 +260,7 @@ class CompiledTarget(TargetModel):
 
     def _run_within_text(self, calls: dict[Any, Any], inputs: dict[str, Any]) -> Tensor:
         captured, given = self._captured, given_to(inputs)
-        key = inputs["past_key_values"], *map(look, given)
+        key = inputs[self.cache_argument], *map(look, given)
         call = calls.get(key)
         self.looks = call is None
         if call is not None:

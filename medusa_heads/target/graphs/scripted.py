@@ -51,7 +51,7 @@ def scripts(target: TargetModel) -> bool:
     moved = hasattr(model, "_hf_hook") or getattr(model, "hf_device_map", None)
     plain = target.device.type == "cpu" and not moved and not getattr(model, "hf_quantizer", None)
     states = is_recurrent(target.config) or has_scans(model)
-    return plain and not states and target.cache_argument == "past_key_values"
+    return plain and not states
 
 
 class ScriptedTarget(CapturedTarget):

@@ -248,7 +248,7 @@ def explicit_inputs(
         "input_ids": tokens_BN.contiguous(),
         "position_ids": mask.query_positions_BN,
         "attention_mask": explicit_masks(target.config, mask, target.dtype),
-        "past_key_values": cache,
+        target.cache_argument: cache,
         "use_cache": True,
     }
 
