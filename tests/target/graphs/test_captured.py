@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 
 from medusa_heads import MedusaModel
 from medusa_heads.errors import MedusaWarning
@@ -167,14 +167,14 @@ def test_the_model_may_change(model: Any, change: str, options: dict[str, Any]) 
     """Between texts, by what is no weight."""
     if change == "adapter":
         settings: dict[str, Any] = {"init_lora_weights": False, "target_modules": ["down_proj"]}
-        model.add_adapter(LoraConfig(r=4, lora_alpha=32, **settings))
+        adapter: Any = get_peft_model(model, LoraConfig(r=4, lora_alpha=32, **settings)).base_model
     medusa, inputs, options = with_heads(model), padded([0, 3], 12), FEW | options
     layer, texts = model.model.layers[0].mlp, []
     usual, negative = layer.forward, lambda *given: -usual(*given)
     hooks: list[Any] = []
     for other in (False, True, False):
         if change == "adapter":
-            (model.disable_adapters if other else model.enable_adapters)()
+            (adapter.disable_adapter_layers if other else adapter.enable_adapter_layers)()
         elif change == "method":
             layer.forward = negative if other else usual
         elif other:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from medusa_heads.errors import MedusaWarning
@@ -51,11 +51,12 @@ def test_texts_that_are_decoded_as_they_are(model: Any, noted: list[int]) -> Non
 
 def test_adapters_in_turns(model: Any, noted: list[int]) -> None:
     """Each change of the model wants scripts anew, in the end none."""
-    for name in ("one", "other"):
-        model.add_adapter(LoraConfig(target_modules=["q_proj"], init_lora_weights=False), name)
+    lora = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    adapted = get_peft_model(model, lora, "one")
+    adapted.add_adapter("other", lora)
     free, inputs = TrainingFreeModel(model, compile="capture"), padded([0], 12)
     for turn in range(10):
-        model.set_adapter(("one", "other")[turn % 2])
+        adapted.set_adapter(("one", "other")[turn % 2])
         assert decodes(free, inputs, model.generate(**inputs, **GREEDY))
         if turn == 7:
             before = len(noted)
