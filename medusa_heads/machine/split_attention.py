@@ -209,11 +209,12 @@ def _attend(  # type: ignore[no-untyped-def]
     row_M = (text * PARTS + part) * ROWS + rows_M
     tl.store(peak + row_M, peak_M, mask=there_M)
     tl.store(total + row_M, total_M, mask=there_M)
-    tl.store(
-        added + row_M[:, None] * Y + y_Y[None, :],
-        added_MY,
-        mask=there_M[:, None] & (y_Y < Y)[None, :] & (first < end),
-    )
+    if first < end:  # no part of the mask, which Triton 3.9 interprets only if it is one of blocks
+        tl.store(
+            added + row_M[:, None] * Y + y_Y[None, :],
+            added_MY,
+            mask=there_M[:, None] & (y_Y < Y)[None, :],
+        )
 
 
 @triton.jit
