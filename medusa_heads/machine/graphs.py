@@ -136,6 +136,18 @@ def _name(backend: Any) -> Any:
     return getattr(backend, "__name__", backend)
 
 
+def many_graphs() -> Any:
+    """A decorator: what it runs may be compiled into many graphs."""
+    config: Any = torch._dynamo.config  # heavy to import
+    # Batch sizes, capacities and tree sizes are graphs of their own, and all wanted; so are those
+    # with other hooks, which may belong to heads that are gone.
+    settings = {"recompile_limit": 256, "skip_nnmodule_hook_guards": False}
+    # Or weights could not be swapped: torch 2.15 lets go of them for backends of its own alone.
+    if hasattr(config, "invalidate_compile_context_weakrefs"):
+        settings["invalidate_compile_context_weakrefs"] = True
+    return config.patch(**settings)
+
+
 def no_graph() -> tuple[type[Exception], ...]:
     """What is said of a function that is not one graph, or has come to too many."""
     told = torch._dynamo.exc  # heavy to import

@@ -22,7 +22,7 @@ from torch import Tensor
 from medusa_heads.agreement import TOLERANCE, is_half, relative_error
 from medusa_heads.errors import MedusaWarning, UnsupportedArchitecture, first_line
 from medusa_heads.machine.devices import nothing_collected
-from medusa_heads.machine.graphs import NotingBackend, look, no_graph, noted
+from medusa_heads.machine.graphs import NotingBackend, look, many_graphs, no_graph, noted
 from medusa_heads.target.attention import TreeMask, compiled_tree_attention
 from medusa_heads.target.cache import RowCache
 from medusa_heads.target.features import Captured, Read, check_layers, watch
@@ -105,12 +105,9 @@ class CompiledTarget(TargetModel):
         """Call what `in_one_graph` made; where no compiler works here, the function as it is, from
         then on. Raises UnsupportedArchitecture: it is not one graph."""
         self.begin_step()
-        # Batch sizes, capacities and tree sizes are graphs of their own, and all wanted; so are
-        # those with other hooks, which may belong to heads that are gone.
-        many = torch._dynamo.config.patch(recompile_limit=256, skip_nnmodule_hook_guards=False)
         with nothing_collected(), compiled_tree_attention():
             try:
-                made: Made = many(compiled)(*args, **kwargs)
+                made: Made = many_graphs()(compiled)(*args, **kwargs)
             except no_graph() as error:
                 reason = " ".join(str(error).split())[:160]
                 whole = "" if compiled is self._compiled else "a step of "
