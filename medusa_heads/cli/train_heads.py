@@ -84,6 +84,7 @@ def train(
     command = Command(to_target, to_data, to_distill, to_optimise)
     args = to_training_arguments(to_optimise, config.vocab_matrix, autocast=command.autocast)
 
+    from medusa_heads.target.features import count_layers
     from medusa_heads.training.data.draft_vocabulary import choose_vocabulary
     from medusa_heads.training.hidden.cache_setup import cheaper
     from medusa_heads.training.runs.dry_run import plan_heads
@@ -98,7 +99,10 @@ def train(
     planned = config
 
     def shaped(target: TargetModel) -> HeadsConfig:
-        return to_shape.shaped(config, target.hidden_size)
+        return to_shape.shaped(reading(target), target.hidden_size)
+
+    def reading(target: TargetModel) -> HeadsConfig:
+        return to_shape.reading(config, lambda: count_layers(target.model))
 
     def plan(target: TargetModel, data: TrainingData, size: TextSize) -> DryRun:
         nonlocal planned
@@ -109,7 +113,7 @@ def train(
         )
 
     def check(target: TargetModel) -> None:
-        target.with_features(config.features)
+        target.with_features(reading(target).features)
         shaped(target).for_target(target.hidden_size, target.vocab_size)
 
     def learn(target: TargetModel, data: TrainingData, **settings: Any) -> object:
@@ -131,7 +135,7 @@ def train(
         sharding=sharding,
         compare=None
         if joint
-        else lambda target, data: cheaper(to_cache, target, data, config, args),
+        else lambda target, data: cheaper(to_cache, target, data, reading(target), args),
     )
 
 

@@ -26,6 +26,11 @@ AnyReader = TypeVar("AnyReader", bound="HiddenReader")
 _OTHERWISE = "leave features out"
 
 
+def count_layers(model: Any) -> int:
+    """How many layers a model has. Raises ValueError: they cannot be found."""
+    return len(decoder_layers(model, _OTHERWISE))
+
+
 def check_layers(model: Any, numbers: Sequence[int]) -> None:
     """Raises ValueError where a model has no layer of such a number, or its layers cannot be
     found."""

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,11 +16,9 @@ from medusa_heads.checkpoint.checkpoint import load_heads
 from medusa_heads.cli.flags.arguments import parse_arguments
 from medusa_heads.cli.train_heads import ARGUMENTS, main
 from medusa_heads.cli.verbs import generate
-from medusa_heads.config import HeadsConfig
 from medusa_heads.decoder_shape import DecoderShape
 from medusa_heads.machine import Shape
 from medusa_heads.target.target import TargetModel
-from medusa_heads.training.arguments.recipe import RECIPES
 from tests.conftest import Refused
 from tests.measured import keep_products
 
@@ -280,16 +277,6 @@ def test_no_model_is_written_over(
         given = flags(Path(target), corpus, target_folder, *more)
         assert said in refused(main, given)
     assert {path.name: path.read_bytes() for path in target_folder.iterdir()} == before
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_stands_for_flags_that_exist(recipe: str) -> None:
-    argv = ["--recipe", recipe, "--num_heads", "7"]
-    told: dict[str, Any] = {"prog": "train-heads", "description": ""}
-    needed = ["--model_name_or_path", "x", "--dataset", "stdlib"]
-    read = parse_arguments(ARGUMENTS, argv + needed, presets={"recipe": RECIPES}, **told)
-    (config,) = (each for each in read if isinstance(each, HeadsConfig))
-    assert config == HeadsConfig(**{**RECIPES[recipe], "num_heads": 7})
 
 
 def test_a_vocabulary_matrix_for_heads_that_take_none_is_refused_at_once(refused: Refused) -> None:

@@ -8,10 +8,11 @@ from typing import Any, Literal, get_args
 
 from medusa_heads.settings import flag, one_of
 
-Recipe = Literal["fast", "balanced", "best"]
+Recipe = Literal["fast", "served", "balanced", "best"]
 
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     "fast": {"kind": "medusa", "num_heads": 4},
+    "served": {"kind": "block", "num_heads": 5, "correction_rank": 128, "usual_features": True},
     "balanced": {
         "kind": "medusa",
         "num_heads": 5,
@@ -30,9 +31,10 @@ class RecipeArguments:
 
     recipe: Recipe | None = flag(
         None,
-        "A choice of heads: fast (small, what vLLM serves), balanced (one pass, a layer over the "
-        "text, corrected by the token before), or best (sequential, the most tokens per step). Any "
-        "other flag beats what it stands for.",
+        "A choice of heads: fast (small, what vLLM serves as Medusa), served (a block, what "
+        "llama.cpp and vLLM serve as DSpark), balanced (one pass, a layer over the text, corrected "
+        "by the token before), or best (sequential, the most tokens per step). Any other flag "
+        "beats what it stands for.",
     )
 
     def __post_init__(self) -> None:

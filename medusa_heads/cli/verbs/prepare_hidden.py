@@ -40,7 +40,7 @@ def prepare_hidden(
     _recipe: RecipeArguments,
     config: HeadsConfig,
     _to_draft: VocabularyArguments,
-    _to_shape: LayerArguments,
+    to_shape: LayerArguments,
     _objective: LossConfig,
     to_distill: DistillArguments,
     to_cache: CacheArguments,
@@ -65,6 +65,7 @@ def prepare_hidden(
     told = Command(to_target, to_data, to_distill, to_optimise, trains=False)
     args = to_training_arguments(to_optimise, config.vocab_matrix)
 
+    from medusa_heads.target.features import count_layers
     from medusa_heads.training.hidden.cache_setup import cheaper, parts_of
     from medusa_heads.training.hidden.extracted import extracting, load_on_host
     from medusa_heads.training.hidden.prepare import Forwards, write_parts
@@ -75,6 +76,7 @@ def prepare_hidden(
         plain = load_on_host(to_target, args.device)
     else:
         plain = as_target(told.load_target(args, sharding), args.device, sharding)
+    config = to_shape.reading(config, lambda: count_layers(plain.model))
     target = plain.with_features(config.features)
     if to_optimise.dry_run:  # for which no target writes text
         data = planned_text(told, plain, args, config.num_heads)[0]

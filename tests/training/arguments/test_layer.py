@@ -44,6 +44,25 @@ def test_what_is_normalised_of_features_can_be_said() -> None:
         LayerArguments(feature_norm="some").shaped(config, 16)  # type: ignore[arg-type]
 
 
+def test_usual_features_are_named_by_the_depth_of_the_target() -> None:
+    for layers, expected in (
+        (5, (1, 2, 3)),
+        (6, (1, 3, 4)),
+        (9, (1, 4, 7)),
+        (10, (1, 4, 6)),
+        (32, (1, 15, 28)),  # what goes into layers 2, 16 and 29 there
+    ):
+        named = LayerArguments(usual_features=True).reading(EAGLE3, lambda: layers).features  # noqa: B023
+        assert named == expected and max(expected) < layers - 1
+    given = replace(EAGLE3, features=[0, 3])
+    assert LayerArguments(usual_features=True).reading(given, lambda: 6) is given
+    assert LayerArguments().reading(EAGLE3, lambda: 6) is EAGLE3
+    assert LayerArguments(usual_features=True).shaped(EAGLE3, 16) is EAGLE3
+    LayerArguments(usual_features=True, feature_norm="all").check(EAGLE3)
+    with pytest.raises(ValueError, match="of five or more, and the target has 4: name"):
+        LayerArguments(usual_features=True).reading(EAGLE3, lambda: 4)
+
+
 def test_heads_and_widths_without_such_a_layer_are_refused() -> None:
     shaped = LayerArguments(norm_output=True).shaped
     with pytest.raises(ValueError, match="and hydra heads have none: leave it out, or set kind"):
