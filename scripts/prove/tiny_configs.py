@@ -115,7 +115,7 @@ FIXTURES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         [
             *("axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32"),
-            *("glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "minicpm3", "youtu"),
+            *("glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "minicpm3", "sarvam_mla", "youtu"),
         ],
         _ALL_HEADS_CACHED,
     ),
