@@ -60,7 +60,8 @@ class Replayed(Recording):
         for other in self._others:
             if other is not self:
                 for made in other._own():
-                    made.fill_(_SPOILT)
+                    with torch.inference_mode():  # where some were made
+                        made.fill_(_SPOILT)
         if self._program is not None:
             for old, new in zip(self.result, self._program(), strict=True):
                 old.copy_(new)
