@@ -51,6 +51,10 @@ def check_chain(config: HeadsConfig, draft_tokens: int) -> None:
             "these heads read layers of the target, of which this engine hands on the last hidden "
             "state alone: serve heads without features"
         )
+    _check_count(config, draft_tokens)
+
+
+def _check_count(config: HeadsConfig, draft_tokens: int) -> None:
     if not 1 <= draft_tokens <= config.num_heads:
         raise ValueError(
             f"{config.num_heads} heads draft 1 to {config.num_heads} tokens, not {draft_tokens}: "
@@ -71,7 +75,7 @@ def simulate_chain(
 ) -> SimulatedChain:
     """Decode prompts of token ids greedily one by one, up to one of the end tokens, and count what
     a chain of drafts (by default of all heads) would have saved. Counts can be compared exactly in
-    fp32. Raises ValueError: heads that do not draft chains, or an empty prompt.
+    fp32. Raises ValueError: heads that do not draft such chains, or an empty prompt.
 
     An engine samples the first new token from the prompt, and drafts from then on. vLLM verifies
     whole chains: the last one counts in full, even where the text ends within it. llama.cpp drafts
@@ -79,7 +83,9 @@ def simulate_chain(
     """
     draft_tokens = heads.config.num_heads if draft_tokens is None else draft_tokens
     target = target.with_features(heads.config.features)
-    if not isinstance(heads, (Eagle3Heads, BlockHeads)):
+    if isinstance(heads, BlockHeads):
+        _check_count(heads.config, draft_tokens)
+    elif not isinstance(heads, Eagle3Heads):
         check_chain(heads.config, draft_tokens)
     texts = []
     accepted_K = [0] * draft_tokens

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from medusa_heads.config import HeadsConfig
-from medusa_heads.heads import DraftHeads, MedusaHeads
+from medusa_heads.heads import BlockHeads, DraftHeads, MedusaHeads
 from medusa_heads.inference.models.medusa import MedusaModel
 from medusa_heads.inference.serving.chain import check_chain, greedy, simulate_chain
 from medusa_heads.target.target import TargetModel
@@ -161,3 +161,12 @@ def test_heads_that_draft_no_such_chain_are_refused(
 def test_empty_prompts_are_refused(target: TargetModel, heads: DraftHeads) -> None:
     with pytest.raises(ValueError, match="at least one token"):
         simulate_chain(target, heads, [[]], max_new_tokens=4)
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 4])
+def test_a_block_drafts_no_more_than_it_has_queries_for(
+    target: TargetModel, draft_tokens: int
+) -> None:
+    block = BlockHeads.from_target(target, HeadsConfig(kind="block", num_heads=3))
+    with pytest.raises(ValueError, match=f"3 heads draft 1 to 3 tokens, not {draft_tokens}"):
+        simulate_chain(target, block, PROMPTS, max_new_tokens=4, draft_tokens=draft_tokens)
