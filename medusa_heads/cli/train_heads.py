@@ -74,7 +74,7 @@ def train(
     if to_save.with_vocab_matrix:
         from medusa_heads.checkpoint.stored_heads import check_takes_matrix
 
-        check_takes_matrix(config)
+        check_takes_matrix(to_shape.reading(config, lambda: 5))  # features of whatever target
     sharding = spread_of(to_target, to_distill)
     if joint is not None and sharding is not None:
         sharding.check_joint()

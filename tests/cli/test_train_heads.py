@@ -279,7 +279,9 @@ def test_no_model_is_written_over(
     assert {path.name: path.read_bytes() for path in target_folder.iterdir()} == before
 
 
-def test_a_vocabulary_matrix_for_heads_that_take_none_is_refused_at_once(refused: Refused) -> None:
-    flags = ["--model_name_or_path", "nowhere", "--dataset", "stdlib"]
-    flags += ["--with_vocab_matrix", "--kind", "hydra"]
-    assert "no engine reads it beside others: leave it out" in refused(main, flags)
+@pytest.mark.parametrize("heads", [["--kind", "hydra"], ["--usual_features"]])
+def test_a_vocabulary_matrix_for_heads_that_take_none_is_refused_at_once(
+    heads: list[str], refused: Refused
+) -> None:
+    flags = ["--model_name_or_path", "nowhere", "--dataset", "stdlib", "--with_vocab_matrix"]
+    assert "no engine reads it beside others: leave it out" in refused(main, [*flags, *heads])
