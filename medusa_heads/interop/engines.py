@@ -20,7 +20,7 @@ from medusa_heads.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, write_json
 from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS, StoredHeads
 from medusa_heads.checkpoint.tensor_file import write_tensors
 from medusa_heads.interop import ReadFormat, WrittenFormat, block, eagle3, gguf_file
-from medusa_heads.interop.fits import ENGINES, KINDS
+from medusa_heads.interop.fits import ENGINES, HANDED_ON, KINDS
 from medusa_heads.interop.formats import FORMATS
 from medusa_heads.interop.gguf_file import TargetFile
 from medusa_heads.interop.source import open_source
@@ -150,10 +150,19 @@ class Outgoing:
     def _write_gguf(self, folder: Path, target: TargetFile) -> None:
         file, way = gguf_file.write(folder, self.stored, self.matrix_VD, target)
         place = shlex.quote(str(Path(self.place) / file.name))
-        if not target.is_exact:
+        if not target.is_known(self.stored):
+            why = (
+                "nothing more is known of that of the heads"
+                if target.lm_head_sha256
+                else "it does not hold its vocabulary matrix as it was trained"
+            )
             self.notices.append(
-                "that the GGUF file is the heads' target is known by its sizes alone: it does not "
-                "hold its vocabulary matrix as it was trained"
+                f"that the GGUF file is the heads' target is known by its sizes alone: {why}"
+            )
+        if target.architecture not in HANDED_ON:
+            self.notices.append(
+                f"llama.cpp of October 2026 hands drafters no layers of {target.architecture} "
+                "models, and its server aborts with this file; a later one may"
             )
         self.notices.append(
             f"serve it with llama.cpp: llama-server -m TARGET.gguf -md {place} --spec-type {way} "

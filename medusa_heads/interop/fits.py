@@ -28,6 +28,13 @@ KINDS: dict[WrittenFormat, tuple[HeadsKind, ...]] = {
     "gguf": ("eagle3", "block"),
     "transformers": ("block",),
 }
+_HANDED_ON = (
+    "bailingmoe3 deepseek4 gemma4 gpt-oss hunyuan-dense hunyuan_vl lfm2 lfm2moe llama mimo2 "
+    "minimax-01 minimax-m2 muse-glimmer nanbeige nemotron_h nemotron_h_moe qwen3 qwen35 qwen35moe "
+    "qwen3moe qwen3next qwen4exp"
+)
+HANDED_ON = frozenset(_HANDED_ON.split())
+"""Architectures whose layers llama.cpp of October 2026 hands on to drafters, by its own names."""
 
 
 def check_fits(stored: StoredHeads, to: WrittenFormat) -> None:

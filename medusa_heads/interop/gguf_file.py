@@ -93,12 +93,15 @@ class TargetFile:
     """What a drafter's file takes over from that of its target: a GGUF file, quantised or not.
 
     Attributes:
+        architecture: what llama.cpp calls the target's.
         vocabulary: the tokenizer's keys, each with its value and the value's types.
-        num_layers, hidden_size, vocab_size: of the target.
+        num_layers: of the target, without modules that predict later tokens.
+        hidden_size, vocab_size: of the target.
         lm_head_sha256: see fingerprint.py; None where the matrix is not there as it was trained:
             quantised, or padded, or in another file.
     """
 
+    architecture: str
     vocabulary: Mapping[str, tuple[Any, list[Any]]]
     num_layers: int
     hidden_size: int
@@ -116,7 +119,8 @@ class TargetFile:
             reader = gguf.GGUFReader(file)
             said = {name: field.contents() for name, field in reader.fields.items()}
             kind = said["general.architecture"]
-            sizes = [said[f"{kind}.{of}"] for of in ("block_count", "embedding_length")]
+            layers, hidden_size = said[f"{kind}.block_count"], said[f"{kind}.embedding_length"]
+            layers -= said.get(f"{kind}.nextn_predict_layers", 0)  # which are counted with them
             tokens = said[_TOKENS]
         # Whatever it is that a damaged file makes the library stumble over.
         except Exception as error:
@@ -125,18 +129,19 @@ class TargetFile:
         vocabulary = {
             name: (said[name], field.types)
             for name, field in reader.fields.items()
-            if name.startswith("tokenizer.")
+            if name.startswith("tokenizer.") and said[name] != []  # which the library writes not
         }
         tensors = {tensor.name: tensor for tensor in reader.tensors}
-        matrix = tensors.get("output.weight") or tensors.get("token_embd.weight")
+        matrix = tensors.get("output.weight")
+        if matrix is None and said.get("split.count", 0) <= 1:  # else it may be in another file
+            matrix = tensors.get("token_embd.weight")
         whole = matrix is not None and len(matrix.data) == len(tokens)  # some files pad it
         known = _sha256(matrix) if whole else None
-        return cls(vocabulary, sizes[0], sizes[1], len(tokens), known)
+        return cls(kind, vocabulary, layers, hidden_size, len(tokens), known)
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether more is known of its vocabulary matrix than its sizes."""
-        return self.lm_head_sha256 is not None
+    def is_known(self, stored: StoredHeads) -> bool:
+        """Whether more than sizes was compared with the target of these heads."""
+        return None not in (self.lm_head_sha256, stored.target.get("lm_head_sha256"))
 
     def check(self, stored: StoredHeads) -> None:
         """Raises ValueError: it is no target of these heads."""
@@ -161,7 +166,7 @@ class TargetFile:
                 f"llama.cpp hands drafters no output of the target's last layer ({last}): train "
                 "with features of other layers"
             )
-        if self.is_exact and known and self.lm_head_sha256 != known:
+        if self.is_known(stored) and self.lm_head_sha256 != known:
             raise ValueError(
                 "the heads belong to another target: the vocabulary matrix of the GGUF file is not "
                 "theirs"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +18,7 @@ from safetensors.torch import load_file
 
 from medusa_heads import HeadsConfig, new_heads
 from medusa_heads.checkpoint.checkpoint import save_heads
+from medusa_heads.contents import SIDECAR_FILE
 from medusa_heads.decoder_shape import BlockShape, DecoderShape
 from medusa_heads.interop.export import export_heads
 from medusa_heads.interop.gguf_file import TargetFile
@@ -201,13 +204,68 @@ def test_without_the_library_it_is_named(
         export_heads(checkpoint, tmp_path / "out", "gguf", target_gguf=str(target))
 
 
-def write_sizes(file: Path, layers: int, hidden_size: int, vocab_size: int) -> None:
-    """A target that has nothing but sizes."""
-    writer = GGUFWriter(file, "llama")
+def test_what_is_not_known_of_a_target_is_said(heads: Heads, target: Path, tmp_path: Path) -> None:
+    """Its matrix may lie in another of several files, and heads that others trained do not say
+    what they know; layers that predict more tokens are none that drafters are handed."""
+    checkpoint = heads(**BLOCK)
+    file = tmp_path / "one.gguf"
+
+    def notices(**of: Any) -> tuple[str, ...]:
+        write_sizes(file, 6, 384, 4096, **of)
+        out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
+        return export_heads(checkpoint, out, "gguf", target_gguf=str(file)).notices
+
+    split = notices(split=2, embeddings=True)
+    assert "it does not hold its vocabulary matrix" in split[0] and len(split) == 2
+    assert "llama.cpp of October 2026 hands drafters no layers of qwen2" in notices(kind="qwen2")[1]
+    with pytest.raises(ValueError, match=r"no output of the target's last layer .4.: train with"):
+        notices(modules=1)
+    said_of_heads = json.loads((checkpoint / SIDECAR_FILE).read_text())
+    said_of_heads["target"]["lm_head_sha256"] = None
+    (checkpoint / SIDECAR_FILE).write_text(json.dumps(said_of_heads))
+    exported = export_heads(checkpoint, tmp_path / "unknown", "gguf", target_gguf=str(target))
+    assert "sizes alone: nothing more is known of that of the heads" in exported.notices[0]
+
+
+def test_a_list_of_the_tokenizer_may_be_empty(heads: Heads, tmp_path: Path) -> None:
+    file, name = tmp_path / "one.gguf", "tokenizer.ggml.merges"
+    write_sizes(file, 6, 384, 4096, merges="four")
+    before, after = file.read_bytes().split(name.encode(), 1)
+    array, of_strings, no_bytes = 9, 8, 0
+    empty = struct.pack("<IIQ", array, of_strings, no_bytes)  # as long as a string of four letters
+    file.write_bytes(before + name.encode() + empty + after[len(empty) :])
+    reader = written(heads(**BLOCK), file)
+    assert name not in reader.fields and len(said(reader, "tokenizer.ggml.tokens")) == 4096
+
+
+def write_sizes(
+    file: Path,
+    layers: int,
+    hidden_size: int,
+    vocab_size: int,
+    *,
+    kind: str = "llama",
+    modules: int = 0,
+    split: int = 0,
+    embeddings: bool = False,
+    merges: str | None = None,
+) -> None:
+    """A target that has nothing but sizes, and perhaps random embeddings."""
+    writer = GGUFWriter(file, kind)
     writer.add_block_count(layers)
     writer.add_embedding_length(hidden_size)
     writer.add_token_list([f"t{i}" for i in range(vocab_size)])
+    if modules:
+        writer.add_nextn_predict_layers(modules)
+    if merges is not None:
+        writer.add_string("tokenizer.ggml.merges", merges)
+    if split:
+        writer.add_uint16("split.count", split)
+    if embeddings:
+        matrix = np.random.default_rng(0).normal(size=(vocab_size, hidden_size))
+        writer.add_tensor("token_embd.weight", matrix.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
     writer.close()
     assert TargetFile.read(str(file)).vocab_size == vocab_size
