@@ -27,8 +27,9 @@ _OTHERWISE = "leave features out"
 
 
 def count_layers(model: Any) -> int:
-    """How many layers a model has. Raises ValueError: they cannot be found."""
-    return len(decoder_layers(model, _OTHERWISE))
+    """How many layers a model has, of which some are usual features. Raises ValueError: they cannot
+    be found."""
+    return len(decoder_layers(model, "leave usual_features out"))
 
 
 def check_layers(model: Any, numbers: Sequence[int]) -> None:

@@ -14,6 +14,7 @@ from transformers import StoppingCriteriaList
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.target.features import count_layers
 from medusa_heads.target.graphs.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import chain_shape
@@ -165,6 +166,8 @@ def test_layers_that_are_not_there_are_refused(model: Any) -> None:
         UnsupportedArchitecture, match=r"2 lists of 4 modules .* leave features out"
     ):
         TargetModel(model).with_features([1])
+    with pytest.raises(UnsupportedArchitecture, match="leave usual_features out"):
+        count_layers(model)
     model.config.num_hidden_layers = 5
     with pytest.raises(UnsupportedArchitecture, match="has no lists of 5 modules"):
         TargetModel(model).with_features([1])
