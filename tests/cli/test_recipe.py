@@ -68,3 +68,7 @@ def test_heads_to_be_served_read_three_layers(
     read = [*given, *states, "--hidden_cache", "read", "--overwrite_output_dir"]
     assert main(read) == 0
     assert main([*read, "--features", "0", "2", "4"]) == 2  # of which nothing was prepared
+    capsys.readouterr()
+    nobody = ["--model_name_or_path", "nowhere", "--dataset", "stdlib", "--norm_output"]
+    assert prepare_hidden([*nobody, *states]) == main(nobody) == 2
+    assert capsys.readouterr().err.count("norm_output is said of an eagle3 layer") == 2

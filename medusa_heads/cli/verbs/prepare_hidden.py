@@ -57,6 +57,7 @@ def prepare_hidden(
     joint = joint_settings(to_save.joint, to_join)
     to_cache = replace(to_cache, hidden_cache="auto")
     to_cache.check(joint=joint is not None, streaming=to_data.streaming)
+    to_shape.check(config)
     by_vllm = to_extract.backend == "vllm"
     to_extract.check(to_target, self_distill=to_distill.self_distill)
     if by_vllm:  # asked for before the target is loaded and text prepared
