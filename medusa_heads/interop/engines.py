@@ -22,7 +22,7 @@ from medusa_heads.checkpoint.tensor_file import write_tensors
 from medusa_heads.interop import ReadFormat, WrittenFormat, block, eagle3, gguf_file
 from medusa_heads.interop.fits import ENGINES, HANDED_ON, KINDS
 from medusa_heads.interop.formats import FORMATS
-from medusa_heads.interop.gguf_file import TargetFile
+from medusa_heads.interop.gguf_target import TargetFile
 from medusa_heads.interop.source import open_source
 from medusa_heads.interop.target_files import write_model
 

@@ -26,7 +26,7 @@ from medusa_heads.interop import WrittenFormat
 from medusa_heads.interop.block import check_assistant
 from medusa_heads.interop.engines import Outgoing
 from medusa_heads.interop.fits import ENGINES, check_fits
-from medusa_heads.interop.gguf_file import TargetFile
+from medusa_heads.interop.gguf_target import TargetFile
 from medusa_heads.interop.source import open_source
 from medusa_heads.interop.target_files import (
     TargetVocabulary,

@@ -11,21 +11,17 @@ Source: llama.cpp, docs/speculative.md and its own converter.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from medusa_heads.checkpoint.stored_heads import StoredHeads
 from medusa_heads.decoder_shape import BlockShape, DecoderShape, LayerShape
-from medusa_heads.errors import first_line
-from medusa_heads.files import expanded
 from medusa_heads.interop import block, eagle3
-from medusa_heads.target.fingerprint import lm_head_sha256
+from medusa_heads.interop.gguf_target import TargetFile, library
 
 _FEATURES = 3  # that llama.cpp reads for an eagle3 layer, no more and no fewer
 _LAYER = re.compile(r"(?:midlayer|layers\.(\d+))\.(.+)\.weight")
@@ -52,9 +48,8 @@ _BESIDE = {
     "markov_head.markov_w1.weight": "markov_w1.weight",
     "markov_head.markov_w2.weight": "markov_w2.weight",
 }
-_TOKENS, _MASK = "tokenizer.ggml.tokens", "tokenizer.ggml.mask_token_id"
+_MASK = "tokenizer.ggml.mask_token_id"
 _CONTEXT = 131072
-_EXACT = ("F32", "BF16")  # types of a vocabulary matrix that is known by its hash
 
 
 def check_fits(stored: StoredHeads) -> None:
@@ -88,91 +83,6 @@ def check_fits(stored: StoredHeads) -> None:
         )
 
 
-@dataclass(frozen=True)
-class TargetFile:
-    """What a drafter's file takes over from that of its target: a GGUF file, quantised or not.
-
-    Attributes:
-        architecture: what llama.cpp calls the target's.
-        vocabulary: the tokenizer's keys, each with its value and the value's types.
-        num_layers: of the target, without modules that predict later tokens.
-        hidden_size, vocab_size: of the target.
-        lm_head_sha256: see fingerprint.py; None where the matrix is not there as it was trained:
-            quantised, or padded, or in another file.
-    """
-
-    architecture: str
-    vocabulary: Mapping[str, tuple[Any, list[Any]]]
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-    lm_head_sha256: str | None
-
-    @classmethod
-    def read(cls, path: str) -> TargetFile:
-        """Raises ValueError: there is no such file, it is no GGUF file, or holds no language model;
-        or the library that reads it is not installed."""
-        gguf, file = _library(), expanded(path)
-        if not file.is_file():
-            raise ValueError(f"expected the target's GGUF file at {path!r}, found none")
-        try:
-            reader = gguf.GGUFReader(file)
-            said = {name: field.contents() for name, field in reader.fields.items()}
-            kind = said["general.architecture"]
-            layers, hidden_size = said[f"{kind}.block_count"], said[f"{kind}.embedding_length"]
-            layers -= said.get(f"{kind}.nextn_predict_layers", 0)  # which are counted with them
-            tokens = said[_TOKENS]
-        # Whatever it is that a damaged file makes the library stumble over.
-        except Exception as error:
-            why = first_line(error) or type(error).__name__
-            raise ValueError(f"{path!r} is no GGUF file of a language model ({why})") from error
-        vocabulary = {
-            name: (said[name], field.types)
-            for name, field in reader.fields.items()
-            if name.startswith("tokenizer.") and said[name] != []  # which the library writes not
-        }
-        tensors = {tensor.name: tensor for tensor in reader.tensors}
-        matrix = tensors.get("output.weight")
-        if matrix is None and said.get("split.count", 0) <= 1:  # else it may be in another file
-            matrix = tensors.get("token_embd.weight")
-        whole = matrix is not None and len(matrix.data) == len(tokens)  # some files pad it
-        known = _sha256(matrix) if whole else None
-        return cls(kind, vocabulary, layers, hidden_size, len(tokens), known)
-
-    def is_known(self, stored: StoredHeads) -> bool:
-        """Whether more than sizes was compared with the target of these heads."""
-        return None not in (self.lm_head_sha256, stored.target.get("lm_head_sha256"))
-
-    def check(self, stored: StoredHeads) -> None:
-        """Raises ValueError: it is no target of these heads."""
-        config, known = stored.config, stored.target.get("lm_head_sha256")
-        for what, theirs, ours in (
-            ("a hidden size", self.hidden_size, config.hidden_size),
-            ("a vocabulary", self.vocab_size, config.vocab_size),
-        ):
-            if theirs != ours:
-                raise ValueError(
-                    f"the heads belong to a target with {what} of {ours}, and that of the GGUF "
-                    f"file is {theirs}"
-                )
-        last, most = max(config.features or [0]), self.num_layers - 1
-        if last > most:
-            raise ValueError(
-                f"the heads read layer {last} of their target, and that of the GGUF file has "
-                f"{self.num_layers}"
-            )
-        if last == most:  # what it hands on of some architectures is not written to by any layer
-            raise ValueError(
-                f"llama.cpp hands drafters no output of the target's last layer ({last}): train "
-                "with features of other layers"
-            )
-        if self.is_known(stored) and self.lm_head_sha256 != known:
-            raise ValueError(
-                "the heads belong to another target: the vocabulary matrix of the GGUF file is not "
-                "theirs"
-            )
-
-
 def write(
     folder: Path, stored: StoredHeads, matrix_VD: Callable[[], Tensor], target: TargetFile
 ) -> tuple[Path, str]:
@@ -192,7 +102,7 @@ def write(
         algorithm = "eagle3"
     shape = config.decoder
     assert isinstance(shape, LayerShape)
-    gguf = _library()
+    gguf = library()
     dtype = tensors["fc.weight"].dtype
     type_name = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]
     file = folder / f"{algorithm}-{type_name}.gguf"
@@ -229,24 +139,6 @@ def write(
     finally:
         writer.close()
     return file, f"draft-{algorithm}"
-
-
-def _library() -> Any:
-    try:
-        import gguf
-    except ImportError as error:
-        raise ValueError(
-            "GGUF files are read and written by a library that is not installed: pip install gguf"
-        ) from error
-    return gguf
-
-
-def _sha256(matrix: Any) -> str | None:
-    """Of a vocabulary matrix in a GGUF file."""
-    if matrix.tensor_type.name not in _EXACT:
-        return None
-    raw = torch.from_numpy(np.array(matrix.data))  # torch wants what it could write to
-    return lm_head_sha256(raw.view(torch.bfloat16) if raw.dtype == torch.uint8 else raw)
 
 
 def _add_sizes(writer: Any, hidden_size: int, num_layers: int, shape: LayerShape) -> None:

@@ -21,7 +21,7 @@ from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.contents import SIDECAR_FILE
 from medusa_heads.decoder_shape import BlockShape, DecoderShape
 from medusa_heads.interop.export import export_heads
-from medusa_heads.interop.gguf_file import TargetFile
+from medusa_heads.interop.gguf_target import TargetFile
 from tests.llama_cpp.target_file import turning_neighbours, write_target
 from tests.vllm.partly_trained import load_target
 
