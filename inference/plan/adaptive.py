@@ -240,23 +240,29 @@ def _own_source(
 ) -> tuple[Source, Clock]:
     """What the heads offer beside the text, and the seconds of steps and of asking them.
 
-    Heads that see each other draft a tree level by level: one of a size that may pay here. Where
-    only a correction does, more nodes cost next to nothing, and the likeliest are verified.
+    Heads that see each other draft a tree level by level: one of a size that may pay here, of the
+    paths that are likeliest at this very step. Where only a correction does, more nodes cost next
+    to nothing: they fill one shape, and the likeliest are verified.
     """
-    clock, nodes = Clock.flat(), 1
+    clock, tree = Clock.flat(), "static:1"
     if heads.sequential:
         clock = clock if deterministic else target_clock(target)
+        shaped = dict(statistics.dynamic_tokens_per_step) if heads.reads_drafts else {}
+        kind = "dynamic" if shaped else "static"  # of heads that were not measured there is a prior
         most = min(room(target) - 1, len(statistics.paths))
         sizes = [n for n in ((_UNVARYING,) if deterministic else _SEQUENTIAL) if n <= most]
-        speeds = {n: statistics.expected_tokens_per_step(n) / clock.step(n + 1) for n in sizes}
+        speeds = {
+            n: shaped.get(n, statistics.expected_tokens_per_step(n)) / clock.step(n + 1)
+            for n in sizes
+        }
         pays = speeds.__getitem__ if heads.reads_drafts else None
-        nodes = max(speeds, key=pays, default=1)
-    drafter = make_drafter(f"static:{nodes}", heads, statistics, with_log_probs=heads.sequential)
+        tree = f"{kind}:{max(speeds, key=pays, default=1)}"
+    drafter = make_drafter(tree, heads, statistics, with_log_probs=heads.sequential)
     own = partial(TreeSource, drafter) if heads.sequential else partial(HeadsSource, heads)
     source: Source = own(statistics)
     if not deterministic:
-        kind = heads.config.to_dict() | read_as(heads) | {"nodes": drafter.num_nodes}
-        clock = target_clock(target, {source.name: (drafter, kind)})
+        of = heads.config.to_dict() | read_as(heads) | {"tree": tree}
+        clock = target_clock(target, {source.name: (drafter, of)})
     return source, clock
 
 
