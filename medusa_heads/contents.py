@@ -14,6 +14,7 @@ SIDECAR_FILE = "medusa_heads.json"  # beside heads
 DRAFT_FILE = "draft_model.json"  # beside a draft model
 MTP_FILE = "mtp_modules.json"  # beside multi-token-prediction modules that were trained
 ADAPTER_CONFIG = "adapter_config.json"  # of an adapter, as peft stores it
+STATE_FILE = "trainer_state.json"  # of a checkpoint that training resumes from, written last
 _CONFIG_FILE = "config.json"
 _MODEL_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
 _OF_DRAFTS = (_CONFIG_FILE, "model*.safetensors*")  # which a run writes as well
@@ -76,6 +77,14 @@ def _is_adapter(folder: str | os.PathLike[str]) -> bool:
     return (Path(folder) / ADAPTER_CONFIG).is_file()
 
 
+def _is_resumable(folder: str | os.PathLike[str]) -> bool:
+    return (Path(folder) / STATE_FILE).is_file()
+
+
+def _has_resumable(folder: str | os.PathLike[str]) -> bool:
+    return any(Path(folder).glob(f"checkpoint-*/{STATE_FILE}"))
+
+
 def _is_foreign(folder: str | os.PathLike[str]) -> bool:
     """Whether heads as other projects store them lie there, by what their configurations alone
     say."""
@@ -108,6 +117,11 @@ _INSTEAD: dict[Callable[[str | os.PathLike[str]], bool], str] = {
     _is_foreign: "found heads of another project: read them with medusa-heads convert",
     is_model: "found a model without heads: train some with train-heads, convert another project's "
     "with medusa-heads convert, or draft without any (--drafter auto)",
+    _is_resumable: "found what training resumes from: let the run end (train-heads "
+    "--resume_from_checkpoint last), and name its output_dir",
+    _has_resumable: "found a run that has not ended: let it end with train-heads "
+    "--resume_from_checkpoint last",
+    lambda path: Path(path).is_file(): "found a file: name the folder that it lies in",
     lambda _: True: "found none: train one with train-heads, or convert another project's with "
     "medusa-heads convert",
 }

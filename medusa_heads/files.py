@@ -3,6 +3,7 @@ read with doubt."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -22,12 +23,16 @@ def staging(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """A hidden folder in `folder` to write files in, from where `move_in` takes them.
 
     It is gone when the block ends; and when it begins, so is what killed processes left of theirs.
-    OSError where the folder is missing or cannot be written.
+    OSError where the folder is missing or cannot be written; a full disk is told by its name.
     """
     remove_leftovers(folder)
     made, lock = _staging_folder(Path(folder))
     try:
         yield made
+    except OSError as error:
+        if error.errno == errno.ENOSPC and error.filename is None:
+            error.filename = os.fspath(folder)  # the system does not say where
+        raise
     finally:
         shutil.rmtree(made, ignore_errors=True)
         if lock is not None:

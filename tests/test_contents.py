@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from medusa_heads import HeadsConfig, MedusaHeads, TargetModel
 from medusa_heads.checkpoint.checkpoint import load_heads, save_heads
 from medusa_heads.checkpoint.draft_checkpoint import save_draft
-from medusa_heads.contents import DRAFT_FILE, MTP_FILE, foreign_model
+from medusa_heads.contents import DRAFT_FILE, MTP_FILE, STATE_FILE, foreign_model
 from medusa_heads.inference.bench.source import find_source
 from medusa_heads.target.loading import load_causal_lm
 from tests.conftest import TinyLlama
@@ -25,6 +25,8 @@ def folder(tiny_llama: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> P
     heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
     save_heads(folder / "heads", heads, target)
     save_draft(folder / "draft", tiny_llama(), target)
+    (folder / "run" / "checkpoint-2").mkdir(parents=True)
+    (folder / "run" / "checkpoint-2" / STATE_FILE).write_text("{}")
     return folder
 
 
@@ -33,6 +35,9 @@ def folder(tiny_llama: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> P
     [
         ("draft", "found a draft model: .* as --draft_model of its target"),
         ("target", "found a model without heads: train some .* .--drafter auto"),
+        ("run", "found a run that has not ended: .* --resume_from_checkpoint last"),
+        ("run/checkpoint-2", "found what training resumes from: .* its output_dir"),
+        ("heads/medusa_lm_head.safetensors", "found a file: name the folder that it lies in"),
         ("none", "found none: train one"),
     ],
 )

@@ -42,6 +42,15 @@ def test_a_file_is_replaced_and_nothing_stands_beside_it(tmp_path: Path) -> None
         replace_file(tmp_path / "missing" / "a.txt", "")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a disk that is always full")
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    """The system says only that there is no room."""
+    told = pytest.raises(OSError, match=f"No space left on device: '{tmp_path}'")
+    with told, staging(tmp_path), open("/dev/full", "wb", buffering=0) as full:
+        full.write(b"more")
+    assert names(tmp_path) == []
+
+
 def test_files_and_folders_are_moved_in_by_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

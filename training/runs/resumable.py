@@ -25,13 +25,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from medusa_heads.contents import foreign_model, trained_in
+from medusa_heads.contents import STATE_FILE, foreign_model, trained_in
 from medusa_heads.files import check_folder, expanded, read_json
 from medusa_heads.training.runs.record import RUN_FILE
 
 logger = logging.getLogger(__name__)
 
-STATE_FILE = "trainer_state.json"
 _GIVEN = ("initial_lr", "weight_decay", "betas", "eps")  # of an optimiser's groups: no state
 _PARTS = ("*model*", "optimizer*", "scheduler.pt", "rng_state*")  # under any kind of parallelism
 
@@ -165,7 +164,10 @@ def find_checkpoint(name: str | None, output: Path) -> str | None:
     if name in (None, "last", "auto"):
         found = None if name is None else last_checkpoint(output)
         if found is None and name == "last":
-            raise ValueError(f"nothing to resume: {str(output)!r} has no whole checkpoint-* folder")
+            raise ValueError(
+                f"nothing to resume: {str(output)!r} has no whole checkpoint-* folder; "
+                "resume_from_checkpoint 'auto' begins anew"
+            )
         return None if found is None else str(found)
     if not is_whole(expanded(name)):
         raise ValueError(
@@ -187,9 +189,14 @@ def find_start(output: Path, resume: str | None, target: str, *, overwrite: bool
     goes_on_here = lies_in(checkpoint, output)
     # "auto" found none that is whole: what is left of others was never anybody's.
     if found and not (goes_on_here or overwrite or resume == "auto"):
+        here = f"{str(output)!r} holds checkpoints of an earlier run ({found[0].name})"
+        if not any(map(is_whole, found)):
+            raise ValueError(
+                f"{here}, none of them whole: resume_from_checkpoint 'auto' begins anew"
+            )
         raise ValueError(
-            f"{str(output)!r} holds checkpoints of an earlier run ({found[0].name}): go on with "
-            "resume_from_checkpoint 'last', choose another output_dir, or set overwrite_output_dir"
+            f"{here}: go on with resume_from_checkpoint 'last', choose another output_dir, or set "
+            "overwrite_output_dir"
         )
     trained = trained_in(output)
     if trained is not None and not (found or goes_on_here or overwrite):
