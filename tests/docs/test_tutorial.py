@@ -15,6 +15,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from medusa_heads.cli import train_heads
@@ -31,7 +32,8 @@ NOT_OURS = ("python3 -m venv", ". .venv", "pip install", "vllm serve")
 LAUNCHER = re.compile(r"^accelerate launch .* -m medusa_heads\.cli\.train_heads ")
 TRAINING = (
     "--eval_rows 2 --num_heads 2 --max_length 64 --max_steps 2 --eval_steps 2 --save_steps 2 "
-    "--per_device_train_batch_size 2 --dtype float32 --bf16 false"
+    "--per_device_train_batch_size 2 --dtype float32 --bf16 false "
+    "--draft_vocab_size 16"  # as the default chooses a part of a large vocabulary
 )
 SMALLER = {
     "medusa-heads env": "",
@@ -106,7 +108,8 @@ def test_the_tutorial_runs(
     assert ran == {*SMALLER, "accelerate launch", None}
     assert server.requests, "nothing was asked of the server"
     assert hub.repositories["user/my-heads"].private
-    assert (Path("runs/my-heads/vllm") / "model.safetensors").is_file()
+    with safe_open("runs/my-heads/vllm/model.safetensors", "pt") as exported:
+        assert "token_map" not in exported.keys(), "vLLM 0.32 would refuse it"  # noqa: SIM118
     printed = capsys.readouterr().out
     assert "Dry run" in printed and "Nothing was pushed" in printed
     (program,) = blocks("python")

@@ -74,8 +74,8 @@ class BenchmarkArguments(DeviceFlag, RemoteCodeFlag):
     seed: int = flag(1, "Seed of the default prompts and of sampling.")
     tree: str = flag(
         "auto",
-        "Tree of the method heads, unless it names one: auto, N, static:N, dynamic:N, none, "
-        "chain, cartesian:A,B,.., FILE.json, one of them +suffix, or suffix.",
+        "Tree of the method heads, unless it names one: auto, fastest, N, static:N, dynamic:N, "
+        "none, chain, cartesian:A,B,.., FILE.json, one of them +suffix, or suffix.",
     )
     dtypes: list[str] = flag(
         [],

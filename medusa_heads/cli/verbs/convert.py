@@ -1,5 +1,6 @@
 """`medusa-heads convert SOURCE OUT`: another project's heads (FasterDecoding, TGI, LoRAX, vLLM,
-ModelOpt, Hydra; a file, a folder or a hub id) as a checkpoint of this package.
+ModelOpt, Hydra, EAGLE-3, DFlash, DSpark; a file, a folder or a hub id) as a checkpoint of this
+package.
 """
 
 from __future__ import annotations
