@@ -113,7 +113,15 @@ def test_a_place_to_serve_at_is_looked_for_before_a_target_is_loaded(
         (["--output_dir", "model"], "'model' holds a model that no run of medusa-heads wrote"),
         (["--resume_from_checkpoint", "nix"], "expected a whole checkpoint in the folder 'nix'"),
         (["--dry_run", "--resume_from_checkpoint", "last"], "nothing to resume: 'runs/"),
+        (
+            ["--output_dir", "earlier", "--resume_from_checkpoint", "last"],
+            "'earlier' has no whole checkpoint-* folder; resume_from_checkpoint 'auto' begins anew",
+        ),
         (["--dry_run", "--output_dir", "earlier"], "'earlier' holds checkpoints of an earlier run"),
+        (
+            ["--output_dir", "earlier"],
+            "(checkpoint-8), none of them whole: resume_from_checkpoint 'auto' begins anew",
+        ),
         (["--training_args", "{bad"], "training_args must be a JSON object, got '{bad'"),
         (["--training_args", '{"max_grad_norm": "x"}'], "max_grad_norm must be of type float"),
         (["--training_args", '{"max_grad_nrom": 1}'], "did you mean 'max_grad_norm'?"),

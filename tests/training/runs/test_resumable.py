@@ -147,14 +147,6 @@ def test_a_run_from_the_start_wants_no_leftovers(
     assert find_checkpoint("auto", tmp_path / "elsewhere") is None
 
 
-def test_where_no_checkpoint_is_whole_a_run_is_told_to_begin_anew(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint-2").mkdir()
-    for resume in (None, "last"):
-        with pytest.raises(ValueError, match=r"whole.* resume_from_checkpoint 'auto' begins anew"):
-            find_start(tmp_path, resume, "", overwrite=False)
-    assert find_start(tmp_path, "auto", "", overwrite=False) is None
-
-
 def test_a_run_goes_on_in_no_folder_of_another_run(
     run: Callable[..., DraftHeads], tmp_path: Path
 ) -> None:
