@@ -45,9 +45,10 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def finished_state(checkpoint: str, args: TrainingArguments) -> TrainerState | None:
-    """The state of a run that came to its end, and is not asked now to go further; else None."""
+    """The state of a run that came to its end, be it one that is given now, and is not asked to go
+    further; else None."""
     state = TrainerState.load_from_json(str(Path(checkpoint) / STATE_FILE))
-    if not 0 < state.max_steps <= state.global_step:
+    if not any(0 < steps <= state.global_step for steps in (state.max_steps, args.max_steps)):
         return None
     more = args.max_steps > 0 and args.max_steps > state.global_step
     again = args.max_steps <= 0 and args.num_train_epochs > state.num_train_epochs

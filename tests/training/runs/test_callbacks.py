@@ -62,6 +62,23 @@ def test_the_final_heads_are_the_best_ones(
         assert torch.equal(stored[f"heads.{key}"], tensor)
 
 
+def test_an_interrupted_run_may_end_where_it_stands(
+    target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    """It is asked for as many steps as it has taken, and takes no other."""
+    for steps, resume in ((6, None), (4, "last")):
+        train_heads(
+            target,
+            make_rows(20),
+            config=HeadsConfig(num_heads=2),
+            output_dir=tmp_path,
+            training_args=quick(tmp_path, steps, save_steps=2, save_total_limit=None),
+            resume_from_checkpoint=resume,
+        )
+        assert measured(tmp_path)["steps"] == steps
+        shutil.rmtree(tmp_path / "checkpoint-6", ignore_errors=True)
+
+
 def test_a_run_without_progress_stops_early_and_stays_stopped(
     target: TargetModel, make_rows: Rows, tmp_path: Path
 ) -> None:
