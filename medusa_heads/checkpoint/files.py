@@ -112,9 +112,10 @@ def read_record(path: Path, *, needed: Iterable[str]) -> dict[str, Any]:
     record = read_json(path)
     version = record.get("format_version")
     if version != FORMAT_VERSION or isinstance(version, bool):
+        newer = isinstance(version, int) and version > FORMAT_VERSION  # there was none before 1
         raise ValueError(
             f"{path} has format version {version!r}, this package reads {FORMAT_VERSION}: "
-            "upgrade medusa-heads"
+            f"{'upgrade medusa-heads' if newer else 'it is damaged'}"
         )
     for part in needed:
         if not isinstance(record.get(part), dict):

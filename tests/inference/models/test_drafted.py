@@ -134,7 +134,8 @@ def test_the_target_is_named_with_the_revision_it_taught_at(
     [
         ("{", "not valid JSON"),
         ("[]", "expected a JSON object"),
-        ('{"format_version": 2}', "format version 2, this package reads 1"),
+        ('{"format_version": 2}', "format version 2, this package reads 1: upgrade medusa-heads"),
+        ('{"format_version": 0}', "format version 0, this package reads 1: it is damaged"),
         ('{"format_version": 1, "target": "x"}', "has no 'target' part: it is damaged"),
     ],
 )
