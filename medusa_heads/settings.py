@@ -48,6 +48,14 @@ def at_least(settings: object, least: int, *names: str) -> None:
             raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
+def folders(settings: object, *names: str) -> None:
+    """Raises ValueError where a named attribute is an empty text, as a shell makes of a variable
+    that is not set: it would be the folder that one is in."""
+    for name in names:
+        if not getattr(settings, name):
+            raise ValueError(f"{name} is empty: name a folder")
+
+
 def sizes(settings: object, *names: str) -> None:
     """Raises ValueError where a named attribute is no integer from 1 to MOST."""
     for name in names:

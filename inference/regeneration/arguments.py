@@ -6,7 +6,7 @@ Light: nothing here imports torch or transformers.
 from dataclasses import MISSING, dataclass
 from typing import Literal
 
-from medusa_heads.settings import above_zero, at_least, flag
+from medusa_heads.settings import above_zero, at_least, flag, folders
 from medusa_heads.shared_flags import BadRowFlag, LoadingFlags
 
 
@@ -117,6 +117,7 @@ class RegenerateArguments(LoadingFlags, BadRowFlag):
     strict: bool = flag(False, "Exit with an error if any answer failed or was skipped.")
 
     def __post_init__(self) -> None:
+        folders(self, "output_dir")
         at_least(self, 1, "prompt_length", "max_new_tokens", "num_workers", "concurrency")
         at_least(self, 1, "num_prompts", "batch_size", "num_shards", "top_k")
         at_least(self, 0, "retries")

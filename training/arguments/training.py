@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from medusa_heads.errors import first_line
 from medusa_heads.files import expanded
-from medusa_heads.settings import above_zero, at_least, coerce, flag, mapping
+from medusa_heads.settings import above_zero, at_least, coerce, flag, folders, mapping
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -104,6 +104,7 @@ class OptimisationArguments:
     )
 
     def __post_init__(self) -> None:
+        folders(self, "output_dir")
         self.output_dir = str(expanded(self.output_dir))
         at_least(self, 1, "per_device_train_batch_size", "per_device_eval_batch_size")
         at_least(self, 1, "gradient_accumulation_steps", "save_total_limit")

@@ -113,8 +113,9 @@ def plan_heads(
         kept = text.tokens if config.reads_text else text.learnt
         disk["hidden states, if cached"] = float(kept or 0) * target.width * element
     matrix = f"{config.vocab_matrix} vocabulary matrix"
-    parts = "layers" if config.kind == "block" else "blocks"
-    kind = f"{config.num_heads} {config.kind} heads of {config.num_layers} {parts}, {matrix}"
+    part = "layer" if config.kind == "block" else "block"
+    parts = f"{config.num_layers} {part}{'s' if config.num_layers > 1 else ''}"
+    kind = f"{config.num_heads} {config.kind} heads of {parts}, {matrix}"
     if config.draft_vocab_size is not None:
         kind += f", drafting {config.draft_vocab_size:,} of {target.vocab_size:,} tokens"
     if getattr(config.decoder, "norm_output", False):

@@ -18,6 +18,11 @@ from medusa_heads.inference.regeneration.arguments import (
         (DistillArguments, {"temperature": 0.0}, "temperature must be above 0"),
         (
             RegenerateArguments,
+            {"model_name_or_path": "a", "dataset": "b", "output_dir": ""},
+            "output_dir is empty: name a folder",
+        ),
+        (
+            RegenerateArguments,
             {"model_name_or_path": "a", "dataset": "b", "output_dir": "c"}
             | {"backend": "server", "base_url": []},
             "the backend server needs --base_url",

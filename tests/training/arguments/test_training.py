@@ -158,6 +158,7 @@ def test_flags_make_a_heads_config() -> None:
     [
         (TargetArguments, {"model_name_or_path": "x", "dtype": "half"}, "dtype must be one of"),
         (HeadsConfig, {"num_heads": 0}, "num_heads must be at least 1, got 0"),
+        (OptimisationArguments, {"output_dir": ""}, "output_dir is empty: name a folder"),
         (OptimisationArguments, {"gradient_accumulation_steps": 0}, "must be at least 1"),
         (OptimisationArguments, {"logging_steps": float("-inf")}, "logging_steps must be above 0"),
         (OptimisationArguments, {"weight_decay": float("nan")}, "weight_decay must be at least 0"),
