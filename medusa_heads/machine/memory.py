@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from medusa_heads.machine.devices import wait_for
+from medusa_heads.machine.devices import held_by_graphs, wait_for
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -20,7 +20,7 @@ class PeakMemory:
         if device.type == "cuda":
             wait_for(device)
             torch.cuda.reset_peak_memory_stats(device)
-            self._before = torch.cuda.memory_allocated(device) + _of_graphs(device)
+            self._before = torch.cuda.memory_allocated(device) + held_by_graphs(device)
             return
         try:
             _RESET.write_text("5")  # the highest so far becomes what is held now
@@ -34,21 +34,10 @@ class PeakMemory:
         if self._before is None:
             return None, None
         if self._device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self._device) + _of_graphs(self._device)
+            peak = torch.cuda.max_memory_allocated(self._device) + held_by_graphs(self._device)
         else:
             peak = resident("VmHWM")
         return peak, max(peak - self._before, 0)
-
-
-def _of_graphs(device: torch.device) -> int:
-    """Bytes of a GPU in which recorded graphs work: torch counts them as free, and gives them to
-    nobody else."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return sum(
-        segment["total_size"] - segment["allocated_size"]
-        for segment in torch.cuda.memory_snapshot()
-        if segment["device"] == index and any(segment["segment_pool_id"])
-    )
 
 
 def resident(name: str) -> int:

@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from medusa_heads.machine.devices import free_memory
 from medusa_heads.machine.memory import PeakMemory
+
+GPU = torch.device("cuda", 1)
+OF_GRAPH = {"device": 1, "segment_pool_id": (0, 3), "total_size": 70, "allocated_size": 10}
+OTHERS = [{**OF_GRAPH, "segment_pool_id": (0, 0)}, {**OF_GRAPH, "device": 0}]
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts this")
@@ -31,16 +36,29 @@ def test_peak_memory_is_of_the_block_alone() -> None:
 
 def test_what_graphs_work_in_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay asks for no memory, and nobody else gets what it writes to."""
-    graph = {"device": 1, "segment_pool_id": (0, 3), "total_size": 70, "allocated_size": 10}
-    others = [{**graph, "segment_pool_id": (0, 0)}, {**graph, "device": 0}]
     graphs: list[dict[str, object]] = []
     monkeypatch.setattr("medusa_heads.machine.memory.wait_for", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [*others, *graphs])
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [*OTHERS, *graphs])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 130)
-    gpu = torch.device("cuda", 1)
-    memory = PeakMemory(gpu)
-    graphs.append(graph)
+    memory = PeakMemory(GPU)
+    graphs.append(OF_GRAPH)
     assert memory.read() == (190, 90)
-    assert PeakMemory(gpu).read() == (190, 30)
+    assert PeakMemory(GPU).read() == (190, 30)
+
+
+def test_what_graphs_work_in_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what torch has and nobody uses, that of graphs is given to nobody; of an allocator that
+    tells no such thing all counts."""
+
+    def no_list() -> list[dict[str, object]]:
+        raise RuntimeError("Calling snapshot with backend:cudaMallocAsync is not meaningful")
+
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 500)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 2000))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [*OTHERS, OF_GRAPH])
+    assert free_memory(GPU) == 1340
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", no_list)
+    assert free_memory(GPU) == 1400

@@ -110,10 +110,10 @@ class CapturedTarget(CompiledTarget):
             return False
         capacity, of_slot = self.capacity(slots), _slot_bytes.get(self.model)
         kind = batch_size, capacity, self.dtype, self.device
-        free = free_memory(self.device)
-        if kind in self._caches or of_slot is None or free is None:
+        if kind in self._caches or of_slot is None:
             return True
-        return batch_size * capacity * of_slot <= free / 2
+        free = free_memory(self.device)  # which takes a while, and not for every text
+        return free is None or batch_size * capacity * of_slot <= free / 2
 
     def has_changed(self, reader: object) -> bool:
         """Whether the model is another one than when this reader last asked, with other weights,
