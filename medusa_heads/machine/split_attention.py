@@ -75,10 +75,10 @@ def split_attention(
         (width**-0.5 if scale is None else scale) / math.log(2.0),
         tokens,
         slots,
-        *query.stride()[:3],
-        *key.stride()[:3],
-        *value.stride()[:3],
-        seen_BU.stride(0),
+        *_steps(query),
+        *_steps(key),
+        *_steps(value),
+        *_steps(seen_BU),
         SHARED=shared,
         ROWS=rows,
         X=width,
@@ -106,6 +106,14 @@ def split_attention(
         num_warps=4,
     )
     return out_BNHY
+
+
+def _steps(x: Tensor) -> list[int]:
+    """Of all dimensions but the last, which has none. Where there is one place alone, a compiler
+    may give another step than was there before, and Triton make another kernel for it: that cannot
+    be loaded while a graph is recorded."""
+    steps = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    return [step if size > 1 else 0 for size, step in steps]
 
 
 def _blocks(width: int, size: int) -> tuple[int, int]:

@@ -83,6 +83,36 @@ def test_it_is_attention(tokens: int, slots: int, heads: int, scale: float | Non
     torch.testing.assert_close(got_BNHY, expected(*given, scale=scale))
 
 
+def test_steps_of_dimensions_with_one_place_ask_for_no_other_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A compiler may give others, in a graph that is recorded already."""
+    started: list[list[int]] = []
+
+    class Noted:
+        def __init__(self, kernel: Any) -> None:
+            self._kernel = kernel
+
+        def __getitem__(self, grid: Any) -> Any:
+            def start(*given: Any, **sizes: Any) -> None:
+                started.append([each for each in given if isinstance(each, int)])
+                self._kernel[grid](*given, **sizes)
+
+            return start
+
+    def with_odd_steps(x: Tensor) -> Tensor:
+        steps = [5 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True)]
+        return x.as_strided(x.shape, steps)
+
+    query, key, value, allowed = (each[:1] for each in case(1, 100))
+    wanted = expected(query, key, value, allowed)
+    seen = seen_words(additive(allowed, query.dtype))
+    monkeypatch.setattr(split_attention, "_attend", Noted(split_attention._attend))
+    for given in (query, key, value, seen), map(with_odd_steps, (query, key, value, seen)):
+        torch.testing.assert_close(attention_of_words(*given, None), wanted)
+    assert started[0] == started[1]
+
+
 def test_in_half_precision() -> None:
     given = case(6, 90, dtype=torch.float16)
     got = split(*given)
