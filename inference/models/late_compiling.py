@@ -92,7 +92,10 @@ class LateCompiling:
         graph = _graph(state, slots)
         if graph not in self._compiled:
             with self._pair[0].capture_hidden():  # as texts are read, or it is another graph
-                self._compile(*self._pair, state, slots)
+                is_known = self._compile(*self._pair, state, slots)
+            if not is_known:
+                self._spent[graph] = 0.0
+                return None
             self._compiled.add(graph)
         return self._pair if self._pays(drafter) else None
 
@@ -102,8 +105,9 @@ class LateCompiling:
 
     def _compile(
         self, compiled: CompiledTarget, drafter: Drafter, state: DecodingState, slots: int
-    ) -> None:
-        """Make the graph for texts like this one, and measure what it takes and saves."""
+    ) -> bool:
+        """Make the graph for texts like this one, and measure what it takes and saves; False where
+        there is no memory for that, which says nothing of later."""
         chain = RandomChain(drafter.num_nodes - 1, compiled.vocab_size)
         context = max(state.lengths)
         state.cache.set_length(context)
@@ -124,19 +128,22 @@ class LateCompiling:
             usual = TorchDynamoException, UnsupportedArchitecture, torch.OutOfMemoryError
             if not isinstance(error, usual):
                 raise
-            self.saved = -math.inf
             reason = f"decoding goes on without torch.compile, which failed: {first_line(error)}"
             warnings.warn(reason, MedusaWarning, stacklevel=2)
-            return
+            if isinstance(error, torch.OutOfMemoryError):
+                return False
+            self.saved = -math.inf
+            return True
         if not compiled.compiles:  # no compiler works here, as was said
             self.saved = -math.inf
-            return
+            return True
         benches[1].time(chain)
         times = [[bench.time(chain).step for bench in benches] for _ in range(_ROUNDS)]
         share = median(new / old for new, old in times)
         self.seconds, self.saved = seconds, 1.0 - share
         kept = {"seconds": seconds, "share": share}
         Measurements().write(_KIND, target_facts(self._target), kept)
+        return True
 
 
 class _OfText(Exchange):

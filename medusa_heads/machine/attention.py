@@ -19,7 +19,7 @@ from torch import Tensor
 from medusa_heads.agreement import TOLERANCE, is_half, relative_error
 from medusa_heads.errors import MedusaWarning, first_line
 from medusa_heads.machine.choice import GAIN
-from medusa_heads.machine.devices import captured
+from medusa_heads.machine.devices import captured, is_capturing
 from medusa_heads.machine.kernels import operator
 from medusa_heads.machine.measurements import Measurements, as_seconds, measurement_folder
 
@@ -50,6 +50,7 @@ class Attended(NamedTuple):
 
 
 _known: dict[str, bool] = {}
+_short: set[str] = set()  # what there was no memory to measure, since a text began
 
 
 def grouped_attention(
@@ -104,7 +105,8 @@ def attended(query_BHNX: Tensor, key_BGSX: Tensor, value_BGSY: Tensor) -> tuple[
 
 def split_pays(device: torch.device, dtype: torch.dtype, numbers: tuple[int, ...]) -> bool:
     """Whether `split_attention` is faster here than `grouped_attention` over a cache that is half
-    full, and says the same. Measured once for the same GPU and `attended` numbers."""
+    full, and says the same. Measured once for the same GPU and `attended` numbers, where there is
+    memory; and not while a graph is recorded."""
     sizes = Attended(*numbers)
     widest = max(sizes.width, sizes.wide)
     if device.type != "cuda" or sizes.tokens > _BITS or widest > _WIDEST.get(dtype, 0):
@@ -112,15 +114,25 @@ def split_pays(device: torch.device, dtype: torch.dtype, numbers: tuple[int, ...
     facts = {"device": str(device), "dtype": str(dtype), **sizes._asdict()}
     key = f"{measurement_folder()} {facts}"
     if key not in _known:
+        if key in _short or is_capturing():
+            return False
         try:
             usual, split = _seconds(device, dtype, sizes, facts)
         # No compiler for this GPU, blocks too large for it, no memory: each has its own.
         except Exception as error:
             reason = f"attention goes on by torch's own kernel: {first_line(error)}"
             warnings.warn(reason, MedusaWarning, stacklevel=2)
+            if isinstance(error, torch.OutOfMemoryError):  # which says nothing of later
+                _short.add(key)
+                return False
             usual, split = 0.0, 1.0
         _known[key] = usual >= GAIN * split
     return _known[key]
+
+
+def ask_again() -> None:
+    """A text begins: what there was no memory to measure, `split_pays` measures in it."""
+    _short.clear()
 
 
 def _seconds(

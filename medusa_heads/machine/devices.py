@@ -121,6 +121,11 @@ def held_by_graphs(device: torch.device) -> int:
     )
 
 
+def is_capturing() -> bool:
+    """Whether what this thread starts on the current GPU goes into a graph, and is not done."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 @contextmanager
 def captured(
     graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any, aside: torch.cuda.Stream

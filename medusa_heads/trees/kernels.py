@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads.errors import MedusaWarning, first_line
+from medusa_heads.machine.devices import is_capturing
 from medusa_heads.machine.kernels import operator
 from medusa_heads.trees import levels
 from medusa_heads.trees.levels import DEEPER, NEVER, SUREST, Chosen, Level
@@ -27,17 +28,21 @@ _known: dict[torch.device, bool] = {}
 
 
 def serve(device: torch.device) -> bool:
-    """Whether they are compiled for this device, and say what torch says. Found out once, which
-    waits for the device."""
+    """Whether they are compiled for this device, and say what torch says. Found out once, where
+    there is memory, which waits for the device; and not while a graph is recorded."""
     if device.type != "cuda":
         return False
     if device not in _known:
+        if is_capturing():
+            return False
         try:
             _known[device] = _agree(device)
         # No compiler for this GPU, none at all, no memory: each has its own.
         except Exception as error:
             reason = f"trees go on by torch's own kernels: {first_line(error)}"
             warnings.warn(reason, MedusaWarning, stacklevel=2)
+            if isinstance(error, torch.OutOfMemoryError):  # which says nothing of later
+                return False
             _known[device] = False
     return _known[device]
 

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from medusa_heads.agreement import relative_error
 from medusa_heads.errors import MedusaWarning
-from medusa_heads.machine import Measurements, split_attention
+from medusa_heads.machine import Measurements, attention, split_attention
 from medusa_heads.machine.attention import (
     KIND,
     Attended,
@@ -176,6 +176,28 @@ def test_what_was_measured_decides_and_is_kept(cache: Path) -> None:
     assert not split_pays(gpu, half, measured(2e-5, 1e-5)._replace(tokens=65))
     assert not split_pays(gpu, torch.float64, measured(2e-5, 1e-5))
     assert not split_pays(gpu, torch.float32, measured(2e-5, 1e-5)._replace(width=192))
+
+
+def test_no_memory_says_nothing_of_kernels(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked again when the next text begins, but not while a graph is recorded."""
+    gpu, asked, taken = torch.device("cuda", 0), list[Any](), [2e-5, 1e-5]
+
+    def measured(*sizes: Any) -> list[float]:
+        asked.append(sizes)
+        if len(asked) == 1:
+            raise torch.OutOfMemoryError("none left")
+        return taken
+
+    monkeypatch.setattr(attention, "_seconds", measured)
+    given = gpu, torch.bfloat16, SIZES
+    with pytest.warns(MedusaWarning, match="goes on by torch's own kernel: none left"):
+        assert not split_pays(*given)
+    assert not split_pays(*given) and len(asked) == 1
+    attention.ask_again()
+    monkeypatch.setattr(attention, "is_capturing", lambda: True)
+    assert not split_pays(*given) and len(asked) == 1
+    monkeypatch.setattr(attention, "is_capturing", lambda: False)
+    assert split_pays(*given) and len(asked) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -219,6 +219,26 @@ def test_kernels_serve_where_they_agree(monkeypatch: pytest.MonkeyPatch) -> None
     assert not kernels.serve(gpu)  # and does not ask again
 
 
+def test_no_memory_says_nothing_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked again, but not while a graph is recorded, into which the question would go."""
+    gpu, memory = torch.device("cuda", 7), [False, True]
+
+    def agree(_: torch.device) -> bool:
+        if not memory.pop(0):
+            raise torch.OutOfMemoryError("none left")
+        return True
+
+    monkeypatch.setattr(kernels, "_known", {})
+    monkeypatch.setattr(kernels, "_agree", agree)
+    with pytest.warns(MedusaWarning, match="trees go on by torch's own kernels: none left"):
+        assert not kernels.serve(gpu)
+    monkeypatch.setattr(kernels, "is_capturing", lambda: True)
+    assert not kernels.serve(gpu) and memory
+    monkeypatch.setattr(kernels, "is_capturing", lambda: False)
+    assert kernels.serve(gpu) and not memory
+    assert kernels.serve(gpu)
+
+
 def test_they_are_compared_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels._agree(torch.device(DEVICE))
     whole = kernels.largest

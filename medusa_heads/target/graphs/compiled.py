@@ -21,6 +21,7 @@ from torch import Tensor
 
 from medusa_heads.agreement import TOLERANCE, is_half, relative_error
 from medusa_heads.errors import MedusaWarning, UnsupportedArchitecture, first_line
+from medusa_heads.machine.attention import ask_again
 from medusa_heads.machine.devices import nothing_collected
 from medusa_heads.machine.graphs import NotingBackend, look, many_graphs, no_graph, noted
 from medusa_heads.target.attention import TreeMask, compiled_tree_attention
@@ -160,7 +161,8 @@ class CompiledTarget(TargetModel):
 
     @contextmanager
     def capture_hidden(self) -> Iterator[Callable[[], Tensor]]:
-        """See TargetModel."""
+        """See TargetModel; a text begins."""
+        ask_again()
         captured = self._captured
 
         def wide() -> Tensor:

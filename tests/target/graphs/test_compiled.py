@@ -22,6 +22,7 @@ from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, new_heads
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.machine import attention
 from medusa_heads.target.graphs.compiled import CompiledTarget
 from medusa_heads.target.graphs.static_cache import StaticRowCache
 from medusa_heads.trees.tree import TokenTree
@@ -252,6 +253,12 @@ def test_the_lm_heads_hook_keeps_nothing_between_texts(tiny_llama: TinyLlama) ->
     with Allocations() as allocations:
         model(ids)  # with gradients: a state that is kept would keep all of them
         assert allocations.live() == 0
+
+
+def test_a_text_asks_again_what_there_was_no_memory_for(tiny_llama: TinyLlama) -> None:
+    attention._short.add("a layer of much attention")
+    with CompiledTarget(tiny_llama(), "eager").capture_hidden():
+        assert not attention._short
 
 
 def test_the_hook_leaves_with_its_target(tiny_llama: TinyLlama) -> None:
