@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.errors import UnsupportedArchitecture, forget_frames
 from medusa_heads.inference.acceptance import AcceptanceRule
 from medusa_heads.inference.acceptance.base import look_at_one_row
 from medusa_heads.inference.drafters.base import Drafter
@@ -193,10 +193,10 @@ class RunningBatch:
         return row
 
     def step(self) -> dict[Row, Exception]:
-        """One step of each row; returns those that cannot go on, and why. They have left: a row
-        alone whose streamer or stopping criterion raises, else all rows of a kind. Where what is
-        raised is no `Exception`, such as a KeyboardInterrupt, these have left too, and it is raised
-        here."""
+        """One step of each row; returns those that cannot go on, and why, without a traceback. They
+        have left: a row alone whose streamer or stopping criterion raises, else all rows of a kind.
+        Where what is raised is no `Exception`, such as a KeyboardInterrupt, these have left too,
+        and it is raised here."""
         for key, batch in list(self._batches.items()):
             # A model's own code may raise anything, and other batches go on.
             with suppress(Exception), self._unbroken(key):
@@ -215,6 +215,8 @@ class RunningBatch:
                     )
                 self._tidy(key)
         failed, self._failed = self._failed, {}
+        for fault in failed.values():
+            forget_frames(fault)  # a row keeps it, and they keep the row, and its batch's cache
         return failed
 
     def leave(self, row: Row) -> None:

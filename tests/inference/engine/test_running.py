@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
 
 from medusa_heads import DraftedModel, MedusaModel, TargetModel
 from medusa_heads.inference.engine.rows import Row
@@ -256,25 +256,34 @@ def test_rows_that_a_broken_join_spoilt_fail(model: Any, monkeypatch: pytest.Mon
     assert list(batch.step()) == [row] and not batch.rows
 
 
-class SeventhCall(StoppingCriteria):
-    """Ends a text when it is asked for the seventh time."""
+@pytest.mark.parametrize("of_streamer", [False, True])
+def test_what_rows_that_failed_held_is_free_at_once(
+    of_streamer: bool, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not when Python collects cycles, though somebody keeps the row."""
+    (guest,) = of_one_kind(1)
+    batch, gone = TrainingFreeModel(model, "suffix").running_batch(4), MemoryError("none left")
+    row = batch.add(guest.inputs(), Breaking(gone, 3) if of_streamer else None, **LONG)
+    assert not batch.step()
+    (running,) = batch._batches.values()
+    cache = weakref.ref(running.state.cache)
+    del running
 
-    asked = 0
+    def fall(*_: Any, **__: Any) -> None:
+        raise gone
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.asked += 1
-        return torch.full((len(input_ids),), self.asked >= 7, device=input_ids.device)
-
-
-def test_a_criterion_knows_its_row_wherever_it_stands(model: Any) -> None:
-    batch = TrainingFreeModel(model, "suffix").running_batch(3)
-    rows = [
-        batch.add(guest.inputs(), stopping_criteria=StoppingCriteriaList([SeventhCall()]), **LONG)
-        for guest in of_one_kind(3)
-    ]
-    while batch.rows:
-        assert not batch.step()
-    assert [len(row.tokens) for row in rows] == [7, 7, 7]
+    gc.collect()
+    gc.disable()
+    try:
+        if not of_streamer:
+            monkeypatch.setattr(model, "forward", fall)
+        failed: dict[Row, Exception] = {}
+        while batch.rows:
+            failed |= batch.step()
+        assert cache() is None
+    finally:
+        gc.enable()
+    assert failed == {row: gone} and row.fault is gone
 
 
 def test_long_settings_are_told_apart_by_their_middle(model: Any) -> None:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from medusa_heads.inference.models.training_free import TrainingFreeModel
+from tests.conftest import DEVICE, TinyLlama
 from tests.inference.engine import test_processors
 from tests.inference.engine.test_processors import (
     BATCHES,
@@ -21,6 +23,7 @@ from tests.inference.engine.test_processors import (
     decoding,
     prompts,
 )
+from tests.inference.joining import LONG, of_one_kind
 from tests.inference.planted import PlantedDrafter
 
 model = test_processors.model  # the same fixture
@@ -110,3 +113,25 @@ def test_criteria_are_shown_what_generate_shows_them(model: Any, asked: tuple[st
             torch.testing.assert_close(mine, theirs)
         else:
             assert mine is theirs is None
+
+
+class SeventhCall(StoppingCriteria):
+    """Ends a text when it is asked for the seventh time."""
+
+    asked = 0
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.asked += 1
+        return torch.full((len(input_ids),), self.asked >= 7, device=input_ids.device)
+
+
+def test_a_criterion_knows_its_row_wherever_it_stands(tiny_llama: TinyLlama) -> None:
+    model: Any = tiny_llama(eos_token_id=7, pad_token_id=0).to(DEVICE)
+    batch = TrainingFreeModel(model, "suffix").running_batch(3)
+    rows = [
+        batch.add(guest.inputs(), stopping_criteria=StoppingCriteriaList([SeventhCall()]), **LONG)
+        for guest in of_one_kind(3)
+    ]
+    while batch.rows:
+        assert not batch.step()
+    assert [len(row.tokens) for row in rows] == [7, 7, 7]
