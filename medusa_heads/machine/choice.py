@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 
-from medusa_heads.machine.devices import computes_in, find_device, free_memory, low_precision
+from medusa_heads.machine.devices import (
+    computes_in,
+    find_device,
+    free_memory,
+    low_precision,
+    other_gpus,
+)
 from medusa_heads.machine.products import (
     Seconds,
     Shape,
@@ -145,17 +152,20 @@ def _faster(
 def _place(
     device: str | torch.device | None, shape: Shape, dtype: torch.dtype | None
 ) -> tuple[torch.device, str]:
-    """The device, and a remark where it is the CPU because a GPU could not hold the weights."""
+    """The device, and a remark where it is another GPU, or the CPU, because that one could not hold
+    the weights."""
     where = find_device(device)
     if device is not None or where.type == "cpu" or dtype is None:
         return where, ""
     needed, free = dtype.itemsize * shape.parameters, free_memory(where)
     if free is None or needed <= free:
         return where, ""
-    return torch.device("cpu"), (
-        f"; on the CPU, because {where} has {free / 1e9:.0f} GB free and the weights take "
-        f"{needed / 1e9:.0f} GB"
-    )
+    others = [(free_memory(gpu) or 0, gpu) for gpu in other_gpus(where)]
+    most, other = max(others, default=(0, where), key=itemgetter(0))
+    why = f"has {free / 1e9:.0f} GB free and the weights take {needed / 1e9:.0f} GB"
+    if needed <= most:
+        return other, f"; on {other}, because {where} {why}"
+    return torch.device("cpu"), f"; on the CPU, because {where} {why}"
 
 
 def _best(seconds: Seconds, dtype: str) -> float:

@@ -43,6 +43,15 @@ def devices_here() -> list[torch.device]:
     return [torch.device(name) for name, there in here.items() if there]
 
 
+def other_gpus(than: torch.device) -> list[torch.device]:
+    """The others of its kind on which something can be computed here."""
+    if than.type != "cuda":
+        return []
+    own = torch.cuda.current_device() if than.index is None else than.index
+    others = (torch.device("cuda", n) for n in range(torch.cuda.device_count()) if n != own)
+    return [device for device in others if _failure(device) is None]
+
+
 def _failure(device: torch.device) -> Exception | None:
     """Why nothing can be computed there, if so: too old a driver, a GPU without kernels, .."""
     try:

@@ -13,8 +13,10 @@ import torch
 
 from medusa_heads.machine import (
     Shape,
+    choice,
     choose,
     describe_machine,
+    devices,
     find_device,
     machine_facts,
     speeds,
@@ -57,6 +59,36 @@ def test_of_several_gpus_each_has_its_own_dtype(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "device", entered)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     assert [computes_in(torch.device("cuda", n), BF16) for n in (0, 1)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("free", "device", "on"),
+    [
+        ({"cuda": 90, 0: 90, 1: 99}, "cuda", ""),
+        ({"cuda": 3, 0: 3, 1: 50, 2: 70, 3: 1}, "cuda:2", "; on cuda:2, because cuda has 3 GB"),
+        ({"cuda": 3, 0: 3, 1: 5}, "cpu", "; on the CPU, because cuda has 3 GB"),
+        ({"cuda": 3, 0: 3}, "cpu", "; on the CPU, because cuda has 3 GB"),
+    ],
+)
+def test_weights_go_where_there_is_room(
+    free: dict[Any, int], device: str, on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the current GPU, else on that of the others which has most of it; one does not work."""
+
+    def free_memory(where: torch.device) -> int:
+        return free[str(where) if where.index is None else where.index] * 10**9
+
+    def failure(where: torch.device) -> Exception | None:
+        return RuntimeError("no kernel image") if where.index == 1 else None
+
+    monkeypatch.setattr(choice, "find_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(choice, "free_memory", free_memory)
+    monkeypatch.setattr(devices, "_failure", failure)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free) - 1)
+    large = Shape(vocab=10**7, hidden=1024)  # 41 GB
+    where, remark = choice._place(None, large, BF16)
+    assert where == torch.device(device) and remark.startswith(on) and bool(remark) == bool(on)
 
 
 @pytest.mark.parametrize("asked", ["abacus", "meta", "cuda:99", "", "hpu", "vulkan", "xla"])
