@@ -129,6 +129,9 @@ class AssistedModel(Copied, ABC):
         """Whether the acceptance rule leaves the text's law the target's own."""
         return bool(RULES[self.acceptance].lossless)
 
+    def _follow_target(self) -> None:
+        """A text begins: the target may have been moved to another device or dtype."""
+
     @abstractmethod
     def _drafter_for(self, target: TargetModel) -> Drafter:
         """A drafter as this model's own, for a view of its target."""
@@ -209,6 +212,7 @@ class AssistedModel(Copied, ABC):
             )
         # One text at a time: hidden states are read off the target as it runs.
         with self._lock:
+            self._follow_target()
             self.last_stats = GenerationStats()
             drafter = self._drafter_for(self.target) if self.deterministic else self.drafter
             text = self.target, drafter, len(input_ids), generation_config, self.last_stats
@@ -240,6 +244,8 @@ class AssistedModel(Copied, ABC):
                 "by rng='transformers' a text depends on those beside it: rows that come and go "
                 "want rng='keyed'"
             )
+        with self._lock:
+            self._follow_target()
         drafter = self.drafter
         target = as_it_is(self.target) if self._chosen else self.target  # rows come and go
         if self.deterministic or target is not self.target:

@@ -76,9 +76,8 @@ class MedusaModel(AssistedModel):
     ) -> None:
         super().__init__(target, heads.config.features, **options)
         self._set_deterministic(deterministic)
-        heads.share(self.target)
-        self.heads = heads.to(device=self.target.device, dtype=self.target.dtype).eval()
-        self.drafting = for_drafting(with_preview(self.heads), measured=not deterministic)
+        self.heads = heads
+        self._attach()
         self.statistics = statistics
         self._read_corpus = None
         if corpus is not None:  # when it is first asked for
@@ -89,6 +88,20 @@ class MedusaModel(AssistedModel):
         self.checkpoint: Path | None = None
         self.stored: StoredHeads | None = None
         self.use_tree(tree)
+
+    def _attach(self) -> None:
+        target = self.target
+        self._lies = target.device, target.dtype
+        self.heads.share(target)
+        self.heads.to(device=target.device, dtype=target.dtype).eval()
+        measured = not self.deterministic
+        self.drafting = for_drafting(with_preview(self.heads), measured=measured)
+
+    def _follow_target(self) -> None:
+        """What heads share of the target is still where that was."""
+        if self._lies != (self.target.device, self.target.dtype):
+            self._attach()
+            self.use_tree(self.tree)
 
     def use_tree(self, tree: TreeSpec) -> None:
         """Draft this tree from now on; `self.tree` says which it is, also where `auto` chose.

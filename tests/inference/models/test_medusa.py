@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
+from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel, new_heads
 from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.inference.drafters.head_trees import MedusaDrafter
 from medusa_heads.trees.statistics import HeadStatistics
@@ -101,16 +101,6 @@ def test_what_cannot_be_honoured_is_refused_by_name(
 ) -> None:
     with pytest.raises(ValueError, match=named):
         medusa.generate(**INPUTS, max_new_tokens=4, **options)
-
-
-def test_a_target_that_training_left_without_a_cache(medusa: MedusaModel) -> None:
-    """As fine-tuned models are often saved: their text is the same with one."""
-    own: Any = medusa.target.model.generation_config
-    own.use_cache = False
-    expected = plain(medusa, max_new_tokens=20, do_sample=False)
-    got: Any = medusa.generate(**INPUTS, max_new_tokens=20, do_sample=False)
-    assert torch.equal(got, expected) and medusa.last_stats.forwards < 20
-    assert own.use_cache is False
 
 
 def test_assistant_and_right_padding_are_refused(medusa: MedusaModel) -> None:
@@ -290,3 +280,21 @@ def test_a_tree_that_is_refused_leaves_the_one_before(tiny_llama: TinyLlama) -> 
         assert (medusa.tree, medusa.drafter) == before
     got: Any = medusa.generate(**INPUTS, max_new_tokens=20, do_sample=False)
     assert torch.equal(got, plain(medusa, max_new_tokens=20, do_sample=False))
+
+
+@pytest.mark.parametrize(("kind", "size"), [("medusa", None), ("medusa", 12), ("hydra", 12)])
+def test_heads_follow_a_target_that_is_moved(tiny_llama: TinyLlama, kind: Any, size: Any) -> None:
+    """With what they share of it, whole or in part; to a GPU, say."""
+    model: Any = tiny_llama(vocab_size=24)
+    config = HeadsConfig(kind=kind, num_heads=3, vocab_matrix="shared", draft_vocab_size=size)
+    medusa = MedusaModel(model, new_heads(model, config, size and torch.arange(size)), tree="4")
+    model.to(torch.float64)
+    made: Any = medusa.generate(**INPUTS, max_new_tokens=9)
+    assert torch.equal(made, plain(medusa, max_new_tokens=9))
+    assert medusa.heads.vocab_matrix(0)[0].dtype == torch.float64
+    if kind == "hydra":  # whose embeddings are scaled by numbers
+        assert medusa.heads.embed(made).dtype == torch.float64
+    else:
+        model.to("meta")
+        medusa._follow_target()
+        assert medusa.drafting.vocab_matrix(0)[0].is_meta

@@ -144,3 +144,13 @@ def test_only_the_new_tokens_beside_a_cache_are_refused(medusa: MedusaModel) -> 
 def test_chunked_prefill(medusa: MedusaModel) -> None:
     out: Any = medusa.generate(**INPUTS, max_new_tokens=20, do_sample=False, prefill_chunk_size=5)
     assert torch.equal(out, plain(medusa, max_new_tokens=20, do_sample=False))
+
+
+def test_a_target_that_training_left_without_a_cache(medusa: MedusaModel) -> None:
+    """As fine-tuned models are often saved: their text is the same with one."""
+    own: Any = medusa.target.model.generation_config
+    own.use_cache = False
+    expected = plain(medusa, max_new_tokens=20, do_sample=False)
+    got: Any = medusa.generate(**INPUTS, max_new_tokens=20, do_sample=False)
+    assert torch.equal(got, expected) and medusa.last_stats.forwards < 20
+    assert own.use_cache is False
