@@ -130,6 +130,13 @@ def held_by_graphs(device: torch.device) -> int:
     )
 
 
+def give_back() -> None:
+    """Memory of GPUs that torch keeps and nobody uses. It does so by itself where memory is short,
+    but not while anything is captured; nor is it done here while another thread captures."""
+    with suppress(RuntimeError):
+        torch.cuda.empty_cache()
+
+
 def is_capturing() -> bool:
     """Whether what this thread starts on the current GPU goes into a graph, and is not done."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

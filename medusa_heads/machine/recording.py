@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from medusa_heads.agreement import TOLERANCE, finite, is_half, same_oddities
-from medusa_heads.machine.devices import captured
+from medusa_heads.errors import forget_frames
+from medusa_heads.machine.devices import captured, give_back
 from medusa_heads.machine.programs import Program
 from medusa_heads.machine.watched import NothingRead, Watched
 
@@ -45,8 +46,8 @@ class Recording:
 
     Args:
         function: what it reads lies where it lies for good. It must not wait for the GPU, nor move
-            numbers from the host there. It is called once, without an effect, and should have been
-            called before: what it prepares is not recorded. Or a program, which has been watched.
+            numbers from the host there. It is called once or twice, without an effect, and should
+            have been called before: what it prepares is not recorded. Or a watched program.
         device: the GPU.
         pool: for what it makes; recordings of one pool are replayed one by one, and what one has
             returned is used up before the next.
@@ -67,20 +68,29 @@ class Recording:
         self.result: Any
         self._differences: list[list[float]] = []
         self._rounds = isinstance(function, Program)
-        if isinstance(function, Program):  # compiled parts are not seen, and ask nobody
-            watched: Program | Watched = function
-            with self._recorded(device, pool):
-                self.result = function()
-        else:
-            watched = Watched()
-            with self._recorded(device, pool), watched, NothingRead():
-                self.result = function()
+        try:
+            watched = self._seen(function, device, pool)
+        except torch.OutOfMemoryError as error:  # torch keeps what is unused while it records
+            forget_frames(error)  # which hold what was made
+            self.__dict__.pop("_graph", None)
+            give_back()
+            watched = self._seen(function, device, pool)
         self._held = watched.held
         self._written = {
             address: torch.empty(0, dtype=dtype, device=device).set_(watched.held[address])
             for address, dtype in watched.written.items()
         }
         pool.living.add(self)
+
+    def _seen(self, function: Any, device: torch.device, pool: MemoryPool) -> Program | Watched:
+        if isinstance(function, Program):  # compiled parts are not seen, and ask nobody
+            with self._recorded(device, pool):
+                self.result = function()
+            return function
+        watched = Watched()
+        with self._recorded(device, pool), watched, NothingRead():
+            self.result = function()
+        return watched
 
     @contextmanager
     def _recorded(self, device: torch.device, pool: MemoryPool) -> Iterator[None]:
