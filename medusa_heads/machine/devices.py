@@ -8,6 +8,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -205,14 +206,23 @@ def _repair(device: torch.device, pool: Any) -> None:
     whole.capture_end()
 
 
+_counting = Lock()
+_uncollected = [0, True]  # blocks of all threads, and whether garbage was collected before them
+
+
 @contextmanager
 def nothing_collected() -> Iterator[None]:
     """Within the block no garbage is collected: another target of this model would take its hooks
     along in the middle of what is traced, to which they belong."""
-    enabled = gc.isenabled()
-    gc.disable()
+    with _counting:
+        if not _uncollected[0]:
+            _uncollected[1] = gc.isenabled()
+        _uncollected[0] += 1
+        gc.disable()
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        with _counting:
+            _uncollected[0] -= 1
+            if not _uncollected[0] and _uncollected[1]:
+                gc.enable()

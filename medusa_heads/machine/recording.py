@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from medusa_heads.agreement import TOLERANCE, finite, is_half, same_oddities
 from medusa_heads.errors import forget_frames
-from medusa_heads.machine.devices import captured, give_back
+from medusa_heads.machine.devices import captured, give_back, nothing_collected
 from medusa_heads.machine.programs import Program
 from medusa_heads.machine.watched import NothingRead, Watched
 
@@ -95,7 +95,7 @@ class Recording:
     @contextmanager
     def _recorded(self, device: torch.device, pool: MemoryPool) -> Iterator[None]:
         self._graph = torch.cuda.CUDAGraph()
-        with captured(self._graph, device, pool.handle(), pool.stream(device)):
+        with nothing_collected(), captured(self._graph, device, pool.handle(), pool.stream(device)):
             yield
 
     def replay(self) -> None:
@@ -185,7 +185,7 @@ class MemoryPool:
         self._stream: torch.cuda.Stream | None = None
 
     def handle(self) -> Any:
-        """By which torch knows it, for another recording."""
+        """By which torch knows it, for one that begins before any other can be collected."""
         if not self.living:
             self._handle = torch.cuda.graph_pool_handle()
         return self._handle

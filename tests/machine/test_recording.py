@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -49,8 +50,13 @@ def test_it_is_done_again() -> None:
 def test_recordings_of_a_pool_are_captured_by_one_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Or each would take memory of its own. Another GPU has another stream."""
+    """Or each would take memory of its own. Another GPU has another stream. And none of the others
+    is collected once it is known where they lie."""
     streams: list[Any] = []
+
+    def handle() -> object:
+        assert not gc.isenabled()
+        return object()
 
     @contextmanager
     def captured(_graph: Any, _device: Any, _pool: Any, aside: Any) -> Iterator[None]:
@@ -63,7 +69,7 @@ def test_recordings_of_a_pool_are_captured_by_one_stream(
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", handle)
     monkeypatch.setattr(of_recordings, "captured", captured)
     pool = MemoryPool()
     made = [Recording(list, torch.device("cuda", n), pool) for n in (0, 0, 1)]

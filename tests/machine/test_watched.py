@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from threading import Event, Thread
 
 import torch
 from torch.utils import _python_dispatch
 
+from medusa_heads.machine.devices import nothing_collected
 from medusa_heads.machine.watched import Watched
 
 
@@ -40,3 +42,22 @@ def test_blocks_of_two_threads_do_not_overlap() -> None:
 
     doubled = torch.compile(lambda x: x * 2, backend=count)
     assert doubled(torch.ones(1)).item() == 2 and len(graphs) == 1
+
+
+def test_blocks_without_a_collection_may_overlap() -> None:
+    """Garbage is collected again behind the last of all threads' blocks."""
+    first, second = nothing_collected(), nothing_collected()
+    assert gc.isenabled()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with nothing_collected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
