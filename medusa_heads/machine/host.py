@@ -48,6 +48,8 @@ def _is_mask(index: Any) -> bool:
 
 
 def _is_move(kind: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    if kind in _BY_MASK:  # by places that lie elsewhere
+        return any(index is not None and index.device != args[0].device for index in args[1])
     if kind is _aten._to_copy:
         return kwargs.get("device") not in (None, args[0].device)
     # A tensor of no dimensions is handed to a kernel as a number, wherever it lies.

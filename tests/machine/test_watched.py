@@ -9,6 +9,7 @@ import torch
 from torch.utils import _python_dispatch
 
 from medusa_heads.machine.devices import nothing_collected
+from medusa_heads.machine.host import asks
 from medusa_heads.machine.watched import Watched
 
 
@@ -42,6 +43,15 @@ def test_blocks_of_two_threads_do_not_overlap() -> None:
 
     doubled = torch.compile(lambda x: x * 2, backend=count)
     assert doubled(torch.ones(1)).item() == 2 and len(graphs) == 1
+
+
+def test_places_that_lie_elsewhere_are_copied() -> None:
+    """Which waits for the host, as no graph can."""
+    elsewhere, places = torch.empty(3, 3, device="meta"), torch.tensor([1])
+    index, put = torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default
+    assert asks(index, (elsewhere, [None, places]), {}) == "copied"
+    assert asks(put, (elsewhere, [places], elsewhere[0]), {}) == "copied"
+    assert asks(index, (elsewhere, [None, places.to("meta")]), {}) is None
 
 
 def test_blocks_without_a_collection_may_overlap() -> None:
