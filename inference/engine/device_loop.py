@@ -218,10 +218,10 @@ class DeviceLoop:
         spent = one.recording.replays * self._step_seconds
         is_last = one.is_last or not target.parts_pay(spent)
         if one.serves and not is_last:
-            one.is_last = True
             program = target.with_compiled_parts(step)
             if program and (recording := target.recording(program)) is not None:
                 known[key] = _Recorded(one.stands, recording, before=one, is_last=True)
+            one.is_last = target.parts_pay(spent)  # or there was no memory, until the next text
             return None
         if one.serves:
             one.recording.replay()

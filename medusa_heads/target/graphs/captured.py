@@ -92,7 +92,7 @@ class CapturedTarget(CompiledTarget):
         self._stands: tuple[Any, ...] = ()
         self._seen: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()
         self._pool = MemoryPool()
-        self._short: set[Any] = set()  # shapes that there was no memory for, of this text
+        self._short: set[Any] = set()  # what there was no memory for, of this text: shapes, parts
         self.gave_up = self.lacked_memory = self.is_decoding = False
         super().__init__(model, "eager", features, whole_steps=True)
         # With hooks of the model itself.
@@ -116,8 +116,7 @@ class CapturedTarget(CompiledTarget):
         return free is None or batch_size * capacity * of_slot <= free / 2
 
     def has_changed(self, reader: object) -> bool:
-        """Whether the model is another one than when this reader last asked, with other weights,
-        switches or hooks."""
+        """Whether the model has other weights, switches or hooks than when this reader asked."""
         before, self._seen[reader] = self._seen.get(reader, self._stands), self._stands
         return before != self._stands
 
@@ -179,9 +178,10 @@ class CapturedTarget(CompiledTarget):
         return self._parts is not None and not self._late
 
     def parts_pay(self, spent: float) -> bool:
-        """Whether it pays to compile the parts of what has been replayed for so many seconds. See
-        LateCompiling."""
-        return self._parts is not None and spent * _SAVED >= self._late * self._seconds
+        """Whether it pays to compile the parts of what has been replayed for so many seconds, see
+        LateCompiling; not in a text in which there was no memory for that."""
+        may = self._parts is not None and "parts" not in self._short
+        return may and spent * _SAVED >= self._late * self._seconds
 
     def with_compiled_parts(self, function: Callable[[], Any]) -> Program | None:
         """Call a function, and return the same with its parts compiled; None where no compiler
@@ -190,24 +190,23 @@ class CapturedTarget(CompiledTarget):
         program, began = traced(function), time.perf_counter()
         join_products(program)
         try:
-            backend: Any = torch._dynamo.lookup_backend(self._parts)
-            compiled = program.compiled(backend, self._known)
-        # A compiler may fail in ways of its own.
-        except Exception as error:
+            compiled = program.compiled(torch._dynamo.lookup_backend(self._parts), self._known)
+        except Exception as error:  # a compiler may fail in ways of its own
             self._as_they_are(error)
             return None
         self._seconds = max(time.perf_counter() - began, _LEAST_SECONDS)
         return compiled
 
     def _as_they_are(self, error: Exception) -> None:
-        if not isinstance(error, torch.OutOfMemoryError):  # there may be memory for others
+        if isinstance(error, torch.OutOfMemoryError):  # there may be memory for others, and later
+            self._short.add("parts")
+        else:
             self._parts = None
             reason = f"decoding goes on by kernels as they are: {first_line(error)}"
             warnings.warn(reason, MedusaWarning, stacklevel=3)
 
     def recording(self, function: Callable[[], Any]) -> Recording | None:
-        """Of a function that has been called; None where it cannot be recorded, which a warning
-        says."""
+        """Of a function that has been called; None, as a warning says, where it cannot be made."""
         self.lacked_memory = False
         try:
             made = Recording(function, self.device, self._pool)
@@ -226,8 +225,9 @@ class CapturedTarget(CompiledTarget):
 
     def warn(self, reason: str) -> None:
         """Say that something is decoded without recordings, and why."""
-        reason = f"decoding goes on without CUDA graphs: {reason}"
-        warnings.warn(reason, MedusaWarning, stacklevel=3)
+        warnings.warn(
+            f"decoding goes on without CUDA graphs: {reason}", MedusaWarning, stacklevel=3
+        )
 
     def _first(
         self, inputs: dict[str, Any], given: list[Tensor]

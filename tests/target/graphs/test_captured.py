@@ -225,14 +225,6 @@ def test_new_kinds_of_processors_leave_others(model: Any, recorded: list[Any]) -
     assert len(recorded) == before
 
 
-@pytest.fixture
-def deep(tiny_llama: TinyLlama) -> Any:
-    """Of enough layers for parts of them to be worth compiling."""
-    made = tiny_llama(num_hidden_layers=5).to(DEVICE)
-    made.generation_config.pad_token_id = 0
-    return made
-
-
 @pytest.mark.parametrize(
     ("tree", "options"), [("auto", {}), ("7", SAMPLING), ("7", {"no_repeat_ngram_size": 2})]
 )
@@ -273,26 +265,6 @@ def test_parts_that_cannot_be_compiled(deep: Any, fails: str, options: dict[str,
     target: Any = medusa.target
     assert not target.gave_up and bool(medusa.last_stats.seconds.get("step")) == (not options)
     assert [one for known in target._recorded.values() for one in known] or not options
-
-
-def test_late_parts(deep: Any, recorded: list[Any], monkeypatch: Any) -> None:
-    """By default parts are compiled once that would have paid."""
-    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda _: lambda module, _: module)
-    medusa, inputs = with_heads(deep), padded([0, 3], 12)
-    assert isinstance(medusa.target, CapturedTarget) and not medusa.target.compiles_parts
-    expected = text(uncaptured(medusa), inputs)
-    for _ in range(3):
-        assert torch.equal(text(medusa, inputs), expected)
-    assert len(recorded) == 1
-    (one,) = [one for each in steps_of(medusa) for one in each.values()]
-    seconds = device_loop._loops[medusa.target]._step_seconds
-    assert 0 < seconds < 1 and one.recording.replays > 10
-    one.recording.replays = 1 + int(captured._SECONDS / captured._SAVED / seconds)
-    for _ in range(3):
-        assert torch.equal(text(medusa, inputs), expected)
-    assert len(recorded) == 2
-    (one,) = [one for each in steps_of(medusa) for one in each.values()]
-    assert one.serves and one.recording is recorded[1]()
 
 
 def steps_of(medusa: MedusaModel) -> list[dict[Any, Any]]:
