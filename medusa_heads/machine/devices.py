@@ -189,8 +189,10 @@ def _own_workspaces() -> Iterator[None]:
 def _end(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
     try:
         graph.capture_end()
-    except RuntimeError:  # what was refused has broken it, though nobody may have heard
+    except RuntimeError as error:  # what was refused has broken it, though nobody may have heard
         _repair(device, pool)
+        if "out of memory" in str(error):  # of the whole graph, as CUDA and not torch says it
+            raise torch.OutOfMemoryError(str(error)) from error
         raise
 
 

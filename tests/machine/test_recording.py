@@ -103,7 +103,7 @@ def test_a_pool_serves_again_when_all_its_recordings_are_gone() -> None:
 class Noting:
     """Stands for a graph and for streams, and tells what is done."""
 
-    broken = False
+    broken = ""  # what is said at its end
 
     def __init__(self, told: list[str]) -> None:
         self._told = told
@@ -113,7 +113,7 @@ class Noting:
 
     def capture_end(self) -> None:
         if self.broken:
-            raise RuntimeError("broken before")
+            raise RuntimeError(self.broken)
         self._told.append("ended")
 
     def wait_stream(self, _: Any) -> None: ...
@@ -146,12 +146,15 @@ def test_products_are_captured_in_memory_of_their_own(noting: tuple[Any, list[st
     assert told == 2 * ["cleared", "begun", "multiplied", "ended", "cleared"]
 
 
+@pytest.mark.parametrize("end", ["broken before", "CUDA error: out of memory"])
 @pytest.mark.parametrize("heard", [True, False], ids=["an error", "a word too late"])
-def test_what_breaks_a_graph_is_repaired(heard: bool, noting: tuple[Any, list[str]]) -> None:
+def test_what_breaks_a_graph_is_repaired(
+    heard: bool, end: str, noting: tuple[Any, list[str]]
+) -> None:
     """Also where only its end tells: a kernel's owner hears of no error while it unloads it."""
     broken, told = noting
-    broken.broken = True
-    error = torch.OutOfMemoryError("no memory") if heard else RuntimeError("broken before")
+    broken.broken, kind = end, torch.OutOfMemoryError if "memory" in end else RuntimeError
+    error = torch.OutOfMemoryError("none left") if heard else kind(end)
     with (
         pytest.raises(type(error), match=str(error)),
         devices.captured(broken, torch.device("cuda"), None, broken),
