@@ -111,10 +111,17 @@ def with_rates_of_now(checkpoint: str, optimizer: Any, schedule: Any) -> Iterato
     """Within the block a checkpoint's optimiser and schedule are read; behind it their rates and
     weight decay are those that the run was given now, which both would bring along. Of a schedule
     that goes by what is measured, the rate is the checkpoint's. Raises ValueError: the rates were
-    those of other parts."""
+    those of other parts, or the schedule is another."""
     given = [{k: group[k] for k in _GIVEN if k in group} for group in optimizer.param_groups]
     try:
         yield
+    except KeyError as error:
+        if "lr_lambdas" not in error.args:
+            raise
+        raise ValueError(
+            f"{checkpoint!r} cannot be resumed: it was made with another lr_scheduler_type, whose "
+            "state is of another form; resume with that, or start anew"
+        ) from error
     except ValueError as error:
         if "parameter group" not in str(error):
             raise

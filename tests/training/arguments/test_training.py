@@ -1,13 +1,16 @@
 """Flags of training, and how they become transformers' TrainingArguments."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from transformers import SchedulerType
 
 from medusa_heads.cli.flags.arguments import parse_arguments
 from medusa_heads.config import HeadsConfig
+from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.draft import DraftArguments
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.arguments.training import (
@@ -15,6 +18,7 @@ from medusa_heads.training.arguments.training import (
     further_arguments,
     to_training_arguments,
 )
+from medusa_heads.training.runs.heads import train_heads
 
 
 def test_the_run_is_what_the_flags_say(tmp_path: Path) -> None:
@@ -185,3 +189,28 @@ def test_flags_make_a_heads_config() -> None:
 def test_values_out_of_range(kind: type, values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kind(**values)
+
+
+def test_a_checkpoint_goes_on_in_no_schedule_of_another_form(
+    target: TargetModel, make_rows: Callable[..., Dataset], tmp_path: Path
+) -> None:
+    def go(folder: str, course: str, resume: str | None = None) -> None:
+        given = OptimisationArguments(
+            max_steps=2,
+            save_steps=1,
+            lr_scheduler_type=course,
+            training_args={"use_cpu": True, "disable_tqdm": True},
+        )
+        train_heads(
+            target,
+            make_rows(12),
+            eval_dataset=make_rows(2),
+            config=HeadsConfig(num_heads=1),
+            output_dir=tmp_path / folder,
+            training_args=to_training_arguments(given, "shared"),
+            resume_from_checkpoint=resume,
+        )
+
+    go("first", "reduce_lr_on_plateau")
+    with pytest.raises(ValueError, match="it was made with another lr_scheduler_type"):
+        go("then", "cosine", str(tmp_path / "first" / "checkpoint-1"))
