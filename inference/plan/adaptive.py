@@ -37,6 +37,7 @@ _COMPARING = ("threshold", "log_ratio")  # rules that compare with the draft's o
 _CHAIN = 7  # nodes of one that all steps have: with the root a power of two
 _UNVARYING = 15  # nodes; with the root a multiple of what matrix units take at a time
 _GRAPHS = {7, 15}  # nodes of what is compiled, besides none and the number that pays most
+_FEW = 7  # nodes of a tree beside which others draft
 _SEQUENTIAL = (3, 7, 15, 23, 31)  # nodes of the trees that heads which see each other may draft
 
 
@@ -250,6 +251,9 @@ def _own_source(
         shaped = dict(statistics.dynamic_tokens_per_step) if heads.reads_drafts else {}
         kind = "dynamic" if shaped else "static"  # of heads that were not measured there is a prior
         most = min(room(target) - 1, len(statistics.paths))
+        # Larger ones took longer than they gave.
+        if shaped and not deterministic and target.device.type == "cpu":
+            most = min(most, _FEW)
         sizes = [n for n in ((_UNVARYING,) if deterministic else _SEQUENTIAL) if n <= most]
         speeds = {
             n: shaped.get(n, statistics.expected_tokens_per_step(n)) / clock.step(n + 1)
