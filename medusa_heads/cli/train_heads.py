@@ -19,6 +19,7 @@ from medusa_heads.inference.regeneration.arguments import DistillArguments
 from medusa_heads.settings import flag, flag_name
 from medusa_heads.shared_flags import MatrixFlag
 from medusa_heads.tables import on_screen
+from medusa_heads.training.arguments.batch import fit_batch
 from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.arguments.joint_config import JointConfig
@@ -108,6 +109,8 @@ def train(
         nonlocal planned
         drafted = choose_vocabulary(data, target.vocab_size, config, word, whole_matrix=matrix)
         planned = replace(shaped(target), draft_vocab_size=drafted.size)
+        if joint is None:
+            fit_batch(args, size.rows, (size.learnt or 0) / (size.rows or 1))
         return plan_heads(
             target, planned, args, size, four_bits=four_bits, joint=joint, spread=spread
         )

@@ -24,6 +24,7 @@ from medusa_heads.inference.regeneration.prompts import Prompt
 from medusa_heads.inference.regeneration.transformers_backend import generate_batch
 from medusa_heads.machine.products import dtype_name
 from medusa_heads.target.target import TargetModel
+from medusa_heads.training.arguments.batch import MOST_ROWS
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from scripts.demo.plan import Speeds
@@ -120,7 +121,8 @@ def _learning_seconds(
     to_optimise: OptimisationArguments,
     heads: HeadsConfig,
 ) -> float:
-    size, length = to_optimise.per_device_train_batch_size, to_distill.prompt_length
+    size = to_optimise.per_device_train_batch_size or MOST_ROWS
+    length = to_distill.prompt_length
     ids = _tokens(target, size * _STEPS, length + to_distill.continuation_length)
     labels = [[IGNORED] * length + row[length:] for row in ids]
     rows = Dataset.from_dict({"input_ids": ids, "labels": labels})

@@ -29,9 +29,11 @@ PREFIX_SHARE = 0.2
 @dataclass
 class RunArguments(TrainingArguments):
     """transformers' arguments, and whether `learning_rate` is a default, meant for TUNED_WIDTH, of
-    which each part gets what suits its width. A rate that somebody gave is every part's."""
+    which each part gets what suits its width (a rate that somebody gave is every part's), and
+    whether `per_device_train_batch_size` is one, meant for much text."""
 
     rates_by_width: bool = field(default=False)
+    rows_by_text: bool = field(default=False)
 
 
 def by_width(args: TrainingArguments) -> bool:
@@ -39,10 +41,10 @@ def by_width(args: TrainingArguments) -> bool:
     return isinstance(args, RunArguments) and args.rates_by_width
 
 
-def fit_rate(args: TrainingArguments, width: int) -> None:
-    """Lower a default rate for a model wider than TUNED_WIDTH."""
+def fit_rate(args: TrainingArguments, width: int, share: float = 1.0) -> None:
+    """Lower a default rate for a model wider than TUNED_WIDTH, and to a share for other reasons."""
     if by_width(args):
-        args.learning_rate *= min(1.0, TUNED_WIDTH / width)
+        args.learning_rate *= min(1.0, TUNED_WIDTH / width) * share
 
 
 def rate_shares(heads: DraftHeads) -> dict[str, float]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 from medusa_heads.errors import first_line
 from medusa_heads.files import expanded
 from medusa_heads.settings import above_zero, at_least, coerce, flag, folders, mapping
+from medusa_heads.training.arguments.batch import MOST_ROWS, USUAL_STEPS
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -44,7 +45,11 @@ class OptimisationArguments:
     )
     num_train_epochs: float = flag(2.0, "Epochs: passes over the training text.")
     max_steps: int = flag(-1, "Optimiser steps, instead of epochs; -1: go by epochs.")
-    per_device_train_batch_size: int = flag(16, "Training batch size of each process, in rows.")
+    per_device_train_batch_size: int | None = flag(
+        None,
+        f"Training batch size of each process, in rows. Default: {MOST_ROWS}; of heads that learn "
+        f"from little text so few that there are about {USUAL_STEPS:,} steps.",
+    )
     per_device_eval_batch_size: int = flag(16, "Evaluation batch size of each process.")
     gradient_accumulation_steps: int = flag(1, "Batches whose gradients make one optimiser step.")
     warmup_share: float = flag(0.05, "Share of the steps in which the learning rate warms up.")
@@ -100,7 +105,9 @@ class OptimisationArguments:
         "the memory.",
     )
     training_args: dict | str | None = flag(
-        None, "Further fields of transformers.TrainingArguments, as a YAML or JSON mapping."
+        None,
+        "Further fields of transformers.TrainingArguments: a mapping in a configuration file, JSON "
+        "on the command line.",
     )
 
     def __post_init__(self) -> None:
@@ -153,6 +160,8 @@ def to_training_arguments(
     extra = further_arguments(arguments)
     values = {name: value for name, value in asdict(arguments).items() if name not in OF_THE_RUN}
     values["warmup_steps"] = values.pop("warmup_share")
+    values["rows_by_text"] = values["per_device_train_batch_size"] is None
+    values["per_device_train_batch_size"] = arguments.per_device_train_batch_size or MOST_ROWS
     values["rates_by_width"] = values["learning_rate"] is None
     if values["rates_by_width"]:
         # A shared matrix leaves few parameters to learn with and wants the higher rate (measured).

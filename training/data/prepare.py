@@ -63,6 +63,12 @@ class TrainingData:
         """Whether several documents stand in a row."""
         return "position_ids" in next(iter(self.rows))
 
+    def rows_and_learnt(self) -> tuple[int | None, float]:
+        """How many rows to train on, None of a stream, and the tokens learnt of each, in the mean;
+        of a stream's, of its first ones."""
+        rows = None if self.is_stream else len(self.rows)
+        return rows, self.facts.supervised_tokens / (rows or self.facts.rows)
+
     def record(self) -> dict[str, Any]:
         """For the story of a run. Of a stream, broken rows are counted as far as it was read."""
         training = asdict(self.facts)

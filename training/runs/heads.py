@@ -22,6 +22,7 @@ from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS, check_takes_matri
 from medusa_heads.checkpoint.tensor_file import mapped_tensors
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import DecoderHeads, DraftHeads, new_heads
+from medusa_heads.training.arguments.batch import fit_batch, rate_share
 from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.arguments.joint_config import JointConfig
 from medusa_heads.training.arguments.loss_config import LossConfig
@@ -38,6 +39,7 @@ from medusa_heads.training.measure.metrics import rank_statistics
 from medusa_heads.training.measure.report import make_report, write_report
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from medusa_heads.training.runs.joint import JointTrainer, adapted
+from medusa_heads.training.runs.resumable import batch_size_of
 from medusa_heads.training.runs.setup import GivenTarget, GivenText, Names, Run
 
 logger = logging.getLogger(__name__)
@@ -80,7 +82,8 @@ def train_heads(
         output_dir: beats the one in `training_args`.
         training_args: of the run. Default: two epochs of AdamW without weight decay, cosine course
             with 5 % warm-up, peak rate 5e-3 with a shared vocabulary matrix and 1e-3 with own ones,
-            less in proportion for targets wider than 384.
+            less in proportion for targets wider than 384, and for steps of fewer than 1,024 tokens;
+            of little text these are (see `arguments/batch.py`).
         tokenizer: for text. Default: the one beside the target.
         objective: what the heads learn, and how much each counts. Default: cross-entropy, head i
             counting 0.8**i.
@@ -136,7 +139,12 @@ def train_heads(
         early_stopping_patience=early_stopping_patience,
         sharding=sharding,
     )
-    fit_rate(run.args, run.target.hidden_size)
+    share = 1.0
+    if joint is None:
+        rows, learnt_of_row = run.data.rows_and_learnt()
+        fit_batch(run.args, rows, learnt_of_row, batch_size_of(run.checkpoint))
+        share = rate_share(run.args, learnt_of_row)
+    fit_rate(run.args, run.target.hidden_size, share)
     drafted = _drafted(run, config, draft_vocab, whole_matrix=with_vocab_matrix)
     config = replace(config, draft_vocab_size=drafted.size)
     heads = new_heads(run.target, config, drafted.tokens_C)

@@ -21,6 +21,7 @@ from medusa_heads.config import HeadsConfig
 from medusa_heads.inference.regeneration.arguments import DistillArguments
 from medusa_heads.interop.vllm_engine import import_vllm
 from medusa_heads.settings import mapping
+from medusa_heads.training.arguments.batch import fit_batch
 from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.arguments.extraction import ExtractionArguments
@@ -83,6 +84,7 @@ def prepare_hidden(
         data = planned_text(told, plain, args, config.num_heads)[0]
     else:
         data = told.prepare(plain, args, config.num_heads)
+    fit_batch(args, *data.rows_and_learnt())
     run = to_cache, target, data, config, args
     parts = parts_of(*run, "" if to_optimise.dry_run else digest_for_all(plain))
     with ExitStack() as stack:

@@ -16,7 +16,7 @@ from datasets import Dataset
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import new_heads
 from medusa_heads.target.target import TargetModel
-from medusa_heads.training.arguments import rates
+from medusa_heads.training.arguments import batch, rates
 from medusa_heads.training.arguments.draft import (
     DraftArguments,
     DraftOptimisationArguments,
@@ -65,6 +65,7 @@ def test_a_wide_target_gets_a_lower_rate_unless_one_is_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rates, "TUNED_WIDTH", 8)  # the target is twice as wide
+    monkeypatch.setattr(batch, "TUNED_LEARNT", batch.LEAST_LEARNT)  # and a step's tokens suffice
     args = arguments(tmp_path, rate=given)
     train_heads(
         target,

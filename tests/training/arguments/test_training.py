@@ -198,6 +198,7 @@ def test_a_checkpoint_goes_on_in_no_schedule_of_another_form(
         given = OptimisationArguments(
             max_steps=2,
             save_steps=1,
+            save_total_limit=2,
             lr_scheduler_type=course,
             training_args={"use_cpu": True, "disable_tqdm": True},
         )
