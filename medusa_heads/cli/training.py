@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ class Command:
     to_distill: DistillArguments
     to_optimise: OptimisationArguments
     trains: bool = True  # and so writes to output_dir
+    checkpoint: str | None = field(default=None, init=False)  # that it goes on from
 
     def __post_init__(self) -> None:
         # A mistyped path is answered before torch is loaded, which takes seconds.
@@ -46,7 +47,7 @@ class Command:
 
             # Asked again when training begins; here, before anything is loaded or written, and of
             # a dry run too: it plans no run that would be refused.
-            find_start(
+            self.checkpoint = find_start(
                 Path(self.to_optimise.output_dir),
                 self.to_optimise.resume_from_checkpoint,
                 self.to_target.model_name_or_path,

@@ -122,7 +122,11 @@ def train(
     """One recipe's folder."""
     folder = arguments.output_dir / name
     optimisation = OptimisationArguments(
-        num_train_epochs=1, bf16=autocast(), per_device_eval_batch_size=32, logging_steps=32
+        num_train_epochs=1,
+        per_device_train_batch_size=16,
+        bf16=autocast(),
+        per_device_eval_batch_size=32,
+        logging_steps=32,
     )
     train_heads(
         target,

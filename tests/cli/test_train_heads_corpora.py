@@ -108,3 +108,26 @@ def test_nothing_is_said_of_the_template_of_text_that_the_target_continued(
     assert main(flags(target_folder, corpus, tmp_path / "run", *distilled)) == 0
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["warnings"] == []
+
+
+def test_a_dry_run_plans_the_steps_of_the_run(
+    target_folder: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = flags(target_folder, chats, tmp_path / "run", "--on_bad_row", "skip", "--max_steps=-1")
+
+    def planned(*more: str) -> str:
+        assert main([*given, *more, "--dry_run", "--measure_steps", "false"]) == 0
+        shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+        return shown.partition("steps ")[2].partition(" rows")[0]
+
+    def taken(*more: str) -> int:
+        assert main([*given, *more]) == 0
+        steps: int = json.loads((tmp_path / "run" / "metrics.json").read_text())["steps"]
+        return steps
+
+    few = planned("--num_train_epochs", "1")
+    assert few == f"{taken('--num_train_epochs', '1')} of 11" == "4 of 11"
+    overwritten = "--num_train_epochs", "1", "--overwrite_output_dir"
+    assert taken(*overwritten, "--per_device_train_batch_size", "8") == 5
+    on = "--num_train_epochs", "2", "--resume_from_checkpoint", "last"
+    assert planned(*on) == "10 of 8" and taken(*on) == 10

@@ -48,7 +48,7 @@ class OptimisationArguments:
     per_device_train_batch_size: int | None = flag(
         None,
         f"Training batch size of each process, in rows. Default: {MOST_ROWS}; of heads that learn "
-        f"from little text so few that there are about {USUAL_STEPS:,} steps.",
+        f"from little text at the default rate so few that there are about {USUAL_STEPS:,} steps.",
     )
     per_device_eval_batch_size: int = flag(16, "Evaluation batch size of each process.")
     gradient_accumulation_steps: int = flag(1, "Batches whose gradients make one optimiser step.")

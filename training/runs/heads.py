@@ -22,7 +22,7 @@ from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS, check_takes_matri
 from medusa_heads.checkpoint.tensor_file import mapped_tensors
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import DecoderHeads, DraftHeads, new_heads
-from medusa_heads.training.arguments.batch import fit_batch, rate_share
+from medusa_heads.training.arguments.batch import fit_batch
 from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.arguments.joint_config import JointConfig
 from medusa_heads.training.arguments.loss_config import LossConfig
@@ -39,7 +39,7 @@ from medusa_heads.training.measure.metrics import rank_statistics
 from medusa_heads.training.measure.report import make_report, write_report
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from medusa_heads.training.runs.joint import JointTrainer, adapted
-from medusa_heads.training.runs.resumable import batch_size_of
+from medusa_heads.training.runs.record import course_of
 from medusa_heads.training.runs.setup import GivenTarget, GivenText, Names, Run
 
 logger = logging.getLogger(__name__)
@@ -139,12 +139,10 @@ def train_heads(
         early_stopping_patience=early_stopping_patience,
         sharding=sharding,
     )
-    share = 1.0
+    share, before = 1.0, course_of(run.checkpoint)
     if joint is None:
-        rows, learnt_of_row = run.data.rows_and_learnt()
-        fit_batch(run.args, rows, learnt_of_row, batch_size_of(run.checkpoint))
-        share = rate_share(run.args, learnt_of_row)
-    fit_rate(run.args, run.target.hidden_size, share)
+        share = fit_batch(run.args, *run.data.rows_and_learnt(), before)
+    fit_rate(run.args, run.target.hidden_size, share, before.rate)
     drafted = _drafted(run, config, draft_vocab, whole_matrix=with_vocab_matrix)
     config = replace(config, draft_vocab_size=drafted.size)
     heads = new_heads(run.target, config, drafted.tokens_C)

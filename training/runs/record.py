@@ -13,9 +13,11 @@ from typing import Any
 import yaml
 from transformers import TrainingArguments
 
-from medusa_heads.files import replace_file
+from medusa_heads.contents import STATE_FILE
+from medusa_heads.files import read_json, replace_file
 from medusa_heads.masking import masked
 from medusa_heads.plain_yaml import parse_yaml
+from medusa_heads.training.arguments.batch import Course
 
 RUN_FILE = "run.yaml"
 METRICS_FILE = "metrics.json"
@@ -118,6 +120,23 @@ def judged_by_another(checkpoint: str | os.PathLike[str], record: Mapping[str, A
         for story in (before, now)
     ]
     return None if not before or metrics[0] == metrics[1] else "metric_for_best_model"
+
+
+def course_of(checkpoint: str | None) -> Course:
+    """How the run that a checkpoint is of, if there is one, took its steps. Raises ValueError: its
+    story cannot be read."""
+    if checkpoint is None:
+        return Course()
+    size = read_json(Path(checkpoint) / STATE_FILE).get("train_batch_size")
+    told = _told(checkpoint)
+    loaded, given = (told.get(name) for name in ("target_loaded", "training_arguments"))
+    processes = loaded.get("processes") if isinstance(loaded, dict) else None
+    rate = given.get("learning_rate") if isinstance(given, dict) else None
+    return Course(
+        size if type(size) is int and size > 0 else None,
+        processes if type(processes) is int and processes > 0 else 1,
+        rate if type(rate) is float and rate > 0 else None,
+    )
 
 
 def _told(checkpoint: str | os.PathLike[str]) -> dict[str, Any]:

@@ -55,13 +55,6 @@ def finished_state(checkpoint: str, args: TrainingArguments) -> TrainerState | N
     return None if more or again else state
 
 
-def batch_size_of(checkpoint: str | None) -> int | None:
-    """Of each process of the run that a checkpoint is of, if there is one."""
-    if checkpoint is None:
-        return None
-    return TrainerState.load_from_json(str(Path(checkpoint) / STATE_FILE)).train_batch_size
-
-
 def find_best(state: TrainerState, checkpoint: Path) -> None:
     """Name in a state the checkpoint of its best step: the one beside the `checkpoint` that the
     state is of, wherever that folder has been moved; or the one it knew, where it went on from

@@ -116,6 +116,7 @@ class Run:
     def begin(self, facts: Mapping[str, Any]) -> None:
         """Note what the story should tell of the run; make room, or refuse to go on from another
         one's checkpoint."""
+        _check_filled(self.data, self.args)
         self._facts = facts
         if self.args.process_index == 0:
             for sentence in self.data.warnings:
@@ -240,7 +241,7 @@ def prepare_sets(
     args: TrainingArguments,
 ) -> TrainingData:
     """Rows to train on and held-out rows; streams are then read by each process for itself. Raises
-    ValueError: a corpus or setting that cannot be used, or less text than a full batch."""
+    ValueError: a corpus or setting that cannot be used."""
     data: Any = dataset
     if not isinstance(data, TrainingData):
         given = {"dataset": dataset, "eval_dataset": eval_dataset}
@@ -260,14 +261,17 @@ def prepare_sets(
         # Batches of rows of unequal lengths cannot be joined by one process and dealt out.
         accelerator_config: Any = args.accelerator_config
         args.accelerator_config = replace(accelerator_config, dispatch_batches=False)
-        return data
+    return data
+
+
+def _check_filled(data: TrainingData, args: TrainingArguments) -> None:
+    """Raises ValueError: the rows do not fill a batch, and none is taken that is not full."""
     batch = args.train_batch_size * args.world_size
-    if args.dataloader_drop_last and len(data.rows) < batch:
+    if args.dataloader_drop_last and not data.is_stream and len(data.rows) < batch:
         raise ValueError(
             f"dataloader_drop_last leaves no batch: {len(data.rows)} rows do not fill one of "
             f"{batch}; lower per_device_train_batch_size, or give more text"
         )
-    return data
 
 
 def _names(given: Any, argument: str) -> list[str]:

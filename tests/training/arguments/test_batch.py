@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,16 @@ from typing import Any
 import pytest
 import yaml
 from datasets import Dataset
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.files import read_json
 from medusa_heads.target.target import TargetModel
-from medusa_heads.training.arguments.batch import fit_batch, rate_share
+from medusa_heads.training.arguments.batch import Course, fit_batch
 from medusa_heads.training.arguments.rates import RunArguments
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.runs.heads import train_heads
+from medusa_heads.training.runs.record import course_of
 from medusa_heads.training.runs.resumable import last_checkpoint
 
 
@@ -37,6 +40,7 @@ def arguments(**given: Any) -> RunArguments:
         ({"max_steps": 30}, 200, 128, 16),  # nor here
         ({"gradient_accumulation_steps": 4}, 5_000, 128, 3),
         ({"per_device_train_batch_size": 16}, 200, 64, 16),
+        ({"learning_rate": 5e-3}, 200, 64, 16),  # that is meant for steps of this size
     ],
 )
 def test_little_text_is_learnt_in_small_steps(
@@ -48,24 +52,53 @@ def test_little_text_is_learnt_in_small_steps(
         assert args.per_device_train_batch_size == chosen
 
 
-def test_a_resumed_run_keeps_its_batch_size() -> None:
-    args = arguments()
-    fit_batch(args, 200, 128, before=8)
-    assert args.per_device_train_batch_size == 8
+class OfTwo(RunArguments):
+    """Of one of two processes."""
+
+    @property
+    def world_size(self) -> int:
+        return 2
+
+
+def test_processes_share_a_step() -> None:
+    args = arguments(gradient_accumulation_steps=2)
+    args.__class__ = OfTwo
+    assert fit_batch(args, 5_000, 128) == 1.0
+    assert args.per_device_train_batch_size == 3  # 10 rows, of which four processes have each one
+    # accelerate deals out one batch, which must be a multiple of their number.
+    config: Any = AcceleratorConfig(split_batches=True)
+    args.accelerator_config = config
+    assert fit_batch(args, 200, 128) == 0.5 * 2**0.5
+    assert args.per_device_train_batch_size == 2
+
+
+@pytest.mark.parametrize(
+    ("processes", "before", "kept"), [(1, 1, 8), (1, 4, 32), (2, 1, 4), (2, 2, 8), (2, 8, 32)]
+)
+def test_a_resumed_run_keeps_the_rows_of_its_steps(processes: int, before: int, kept: int) -> None:
+    args = arguments(learning_rate=1e-3, max_steps=9)  # whatever else is given
+    args.__class__ = OfTwo if processes == 2 else RunArguments
+    assert fit_batch(args, 200, 128, Course(8, before)) == 1.0
+    assert args.per_device_train_batch_size == kept
     args = arguments(per_device_train_batch_size=4)
-    fit_batch(args, 200, 128, before=8)
+    fit_batch(args, 200, 128, Course(8, before))
     assert args.per_device_train_batch_size == 4
 
 
 @pytest.mark.parametrize(
-    ("rows", "together", "learnt_of_row", "share"),
-    [(8, 1, 128, 1), (16, 1, 2_000, 1), (2, 1, 128, 0.5), (1, 2, 128, 0.5), (1, 1, 9, 0.125**0.5)],
+    ("rows", "learnt_of_row", "share"),
+    [(4_000, 128, 1), (4_000, 16, 0.125**0.5), (1_000, 128, 0.5), (100, 128, 0.125**0.5)],
 )
-def test_small_steps_want_a_lower_rate(
-    rows: int, together: int, learnt_of_row: float, share: float
-) -> None:
-    args = arguments(per_device_train_batch_size=rows, gradient_accumulation_steps=together)
-    assert rate_share(args, learnt_of_row) == pytest.approx(share)
+def test_small_steps_want_a_lower_rate(rows: int, learnt_of_row: float, share: float) -> None:
+    assert fit_batch(arguments(), rows, learnt_of_row) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    "given", [{"max_steps": 30}, {"per_device_train_batch_size": 1}, {"learning_rate": 5e-3}]
+)
+def test_steps_that_were_not_made_smaller_keep_the_rate(given: dict[str, Any]) -> None:
+    assert fit_batch(arguments(**given), 100, 12) == 1.0
+    assert fit_batch(arguments(), None, 12) == 1.0  # of packed streams no row is known
 
 
 def test_a_run_chooses_by_its_text_and_goes_on_so(
@@ -88,11 +121,44 @@ def test_a_run_chooses_by_its_text_and_goes_on_so(
     assert (steps, story.get("per_device_train_batch_size", 8)) == (5, 8)
     steps, story = run(num_train_epochs=2)
     assert (steps, story.get("per_device_train_batch_size", 8)) == (10, 8)
+    assert story["learning_rate"] == 5e-3
     checkpoint = last_checkpoint(tmp_path)
     assert checkpoint is not None and checkpoint.name == "checkpoint-10"
 
     for found in tmp_path.glob("checkpoint-*/trainer_state.json"):
         found.unlink()
     steps, story = run(num_train_epochs=2)
+    rate = story["learning_rate"]
     assert (steps, story["per_device_train_batch_size"]) == (28, 3)
-    assert story["learning_rate"] == pytest.approx(5e-3 * (3 * 52 / 1_024) ** 0.5)
+    assert rate == pytest.approx(5e-3 * (3 * 52 / 1_024) ** 0.5)
+    steps, story = run(num_train_epochs=3)
+    assert (steps, story["per_device_train_batch_size"], story["learning_rate"]) == (42, 3, rate)
+
+
+@pytest.mark.parametrize("size", [None, "x", 0, -3, True])
+def test_a_checkpoint_that_tells_nothing_of_its_steps(size: object, tmp_path: Path) -> None:
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"train_batch_size": size}))
+    assert course_of(str(tmp_path)) == course_of(None) == Course()
+    (tmp_path / "run.yaml").write_text("target_loaded: [1]\ntraining_arguments: 3\n")
+    assert course_of(str(tmp_path)) == Course()
+
+
+def test_a_full_batch_is_asked_for_when_its_size_is_known(
+    target: TargetModel, make_rows: Callable[..., Dataset], tmp_path: Path
+) -> None:
+    def run(rows: int) -> None:
+        args = arguments(num_train_epochs=1)
+        args.dataloader_drop_last = True
+        train_heads(
+            target,
+            make_rows(rows, length=56),
+            eval_dataset=make_rows(4, seed=7),
+            config=HeadsConfig(num_heads=1),
+            output_dir=tmp_path,
+            training_args=args,
+        )
+
+    with pytest.raises(ValueError, match="2 rows do not fill one of 3;"):
+        run(2)
+    run(3)
+    assert read_json(tmp_path / "metrics.json")["steps"] == 1
