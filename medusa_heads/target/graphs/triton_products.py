@@ -61,32 +61,6 @@ def products(x_ND: Tensor, matrices: Sequence[Tensor], which: int) -> list[Tenso
     return results
 
 
-@triton.jit
-def _tile(  # type: ignore[no-untyped-def]
-    x,
-    matrix,
-    result,
-    tile,
-    tokens,
-    O,  # noqa: E741
-    D,
-    BLOCK_N: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    n_N, d_D = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    o_O = tile * BLOCK_O + tl.arange(0, BLOCK_O)
-    there_N = (n_N < tokens)[:, None]
-    x_ND = x + n_N[:, None] * D + d_D[None, :]
-    matrix_DO = matrix + o_O[None, :] * D + d_D[:, None]
-    sum_NO = tl.zeros([BLOCK_N, BLOCK_O], tl.float32)
-    for d in range(0, D, BLOCK_D):
-        read_ND = tl.load(x_ND + d, mask=there_N, other=0.0)
-        sum_NO += tl.dot(read_ND, tl.load(matrix_DO + d), input_precision="ieee")
-    to_NO = result + n_N[:, None] * O + o_O[None, :]
-    tl.store(to_NO, sum_NO.to(result.dtype.element_ty), mask=there_N)
-
-
 @triton.jit(do_not_specialize=["tokens", "first_tiles", "second_tiles"])
 def _products(  # type: ignore[no-untyped-def]
     x,
@@ -107,12 +81,22 @@ def _products(  # type: ignore[no-untyped-def]
     BLOCK_O: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    if tile < first_tiles:
-        _tile(x, first, of_first, tile, tokens, first_O, D, BLOCK_N, BLOCK_O, BLOCK_D)
-    elif tile < first_tiles + second_tiles:
-        tile -= first_tiles
-        _tile(x, second, of_second, tile, tokens, second_O, D, BLOCK_N, BLOCK_O, BLOCK_D)
-    else:
+    # One loop for all matrices: a loop in each branch would have shared memory of its own.
+    tile, matrix, result, O = tl.program_id(0), first, of_first, first_O  # noqa: E741
+    if tile >= first_tiles + second_tiles:
         tile -= first_tiles + second_tiles
-        _tile(x, third, of_third, tile, tokens, third_O, D, BLOCK_N, BLOCK_O, BLOCK_D)
+        matrix, result, O = third, of_third, third_O  # noqa: E741
+    elif tile >= first_tiles:
+        tile -= first_tiles
+        matrix, result, O = second, of_second, second_O  # noqa: E741
+    n_N, d_D = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    o_O = tile * BLOCK_O + tl.arange(0, BLOCK_O)
+    there_N = (n_N < tokens)[:, None]
+    x_ND = x + n_N[:, None] * D + d_D[None, :]
+    matrix_DO = matrix + o_O[None, :] * D + d_D[:, None]
+    sum_NO = tl.zeros([BLOCK_N, BLOCK_O], tl.float32)
+    for d in range(0, D, BLOCK_D):
+        read_ND = tl.load(x_ND + d, mask=there_N, other=0.0)
+        sum_NO += tl.dot(read_ND, tl.load(matrix_DO + d), input_precision="ieee")
+    to_NO = result + n_N[:, None] * O + o_O[None, :]
+    tl.store(to_NO, sum_NO.to(result.dtype.element_ty), mask=there_N)

@@ -263,4 +263,5 @@ for capability in (80, 90):
 def test_they_compile_for_gpus_that_are_not_here() -> None:
     least = list(map(int, compiled_elsewhere(COMPILE).split()))
     assert len(least) == 2 * 2 * 3
-    assert max(least) <= 99 << 10  # what the smallest processors of these generations have
+    # Twice as much is what the smallest processors of these generations have.
+    assert max(least) <= 48 << 10
