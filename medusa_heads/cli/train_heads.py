@@ -90,7 +90,7 @@ def train(
     from medusa_heads.training.hidden.cache_setup import cheaper
     from medusa_heads.training.runs.dry_run import plan_heads
     from medusa_heads.training.runs.heads import train_heads, trainer_of
-    from medusa_heads.training.runs.record import course_of
+    from medusa_heads.training.runs.record import steps_before
 
     trainer_of(joint).check_arguments(args)
     four_bits, matrix = to_target.load_in_4bit, to_save.with_vocab_matrix
@@ -112,7 +112,7 @@ def train(
         planned = replace(shaped(target), draft_vocab_size=drafted.size)
         if joint is None:
             learnt_of_row = (size.learnt or 0) / (size.rows or 1)
-            fit_batch(args, size.rows, learnt_of_row, course_of(command.checkpoint))
+            fit_batch(args, size.rows, learnt_of_row, steps_before(command.checkpoint))
         return plan_heads(
             target, planned, args, size, four_bits=four_bits, joint=joint, spread=spread
         )

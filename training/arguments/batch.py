@@ -1,7 +1,7 @@
 """Training batch sizes that nobody chose: few rows a step where there is little text.
 
-Heads learn more from little text in many small steps than in few large ones, for up to a fifth more
-time on a CPU (docs/benchmarks/recipes.md, "Small steps"). Imports nothing heavy.
+Heads learn more from little text in many small steps than in few large ones, in about a fifth more
+time on a CPU at most (docs/benchmarks/recipes.md, "Small steps"). Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ TUNED_LEARNT = 1_024
 """Tokens of a step from which on the default learning rates suit."""
 
 
-class Course(NamedTuple):
-    """How the run that a checkpoint is of took its steps, as far as it tells.
+class StepsBefore(NamedTuple):
+    """How the run that a checkpoint is of made its steps, as far as it tells.
 
     Attributes:
         batch_size: of each process.
         processes: that shared a step.
-        rate: the peak learning rate.
+        accumulated: batches of each that made a step.
     """
 
     batch_size: int | None = None
     processes: int = 1
-    rate: float | None = None
+    accumulated: int = 1
 
 
 def fit_batch(
     args: TrainingArguments,
     rows: int | None,
     learnt_of_row: float,
-    before: Course | None = None,
+    before: StepsBefore | None = None,
 ) -> float:
     """Choose by the text a training batch size that is a default, as the learning rate is.
 
@@ -49,7 +49,8 @@ def fit_batch(
         args: of the run.
         rows: of the text; None of a stream.
         learnt_of_row: tokens that are learnt of each, in the mean.
-        before: of a run that is resumed, whose steps keep their rows.
+        before: of a run that is resumed, whose steps keep their rows, as far as each process takes
+            no more of them than it did, or than MOST_ROWS.
 
     Returns:
         What share of the default learning rate suits steps that were made smaller: with the noise
@@ -58,22 +59,23 @@ def fit_batch(
     """
     if not getattr(args, "rows_by_text", False):
         return 1.0
-    # These are the rows of all processes where accelerate splits a batch among them.
+    # A batch is that of all processes where accelerate splits it among them.
     split = bool(getattr(args.accelerator_config, "split_batches", False))
-    processes = 1 if split else args.world_size
-    if before is not None and before.batch_size is not None:
-        together = before.batch_size * (1 if split else before.processes)
-        args.per_device_train_batch_size = math.ceil(together / processes)
-        return 1.0
-    by_width = getattr(args, "rates_by_width", False)
-    if not (rows and by_width) or args.max_steps > 0:
-        return 1.0
+    multiple, processes = (args.world_size, 1) if split else (1, args.world_size)
     together = args.gradient_accumulation_steps * processes
-    usual = round(rows * args.num_train_epochs / USUAL_STEPS)
-    least = math.ceil(LEAST_LEARNT / max(learnt_of_row, 1.0))
-    size = min(math.ceil(max(usual, least) / together), MOST_ROWS)
-    if split:
-        size = math.ceil(size / args.world_size) * args.world_size
+    most = MOST_ROWS
+    by_text = rows and getattr(args, "rates_by_width", False) and args.max_steps <= 0
+    if before is not None and before.batch_size is not None:
+        each, of_all = before.batch_size, 1 if split else before.processes
+        wanted, most = each * of_all * before.accumulated, max(each, MOST_ROWS)
+    elif rows and by_text:
+        usual = round(rows * args.num_train_epochs / USUAL_STEPS)
+        wanted = max(usual, math.ceil(LEAST_LEARNT / max(learnt_of_row, 1.0)))
+    else:
+        return 1.0
+    size = math.ceil(min(math.ceil(wanted / together), most) / multiple) * multiple
     args.per_device_train_batch_size = size
+    if not by_text:
+        return 1.0
     learnt = max(size * together * learnt_of_row, LEAST_LEARNT)  # of fewer nothing is known
     return math.sqrt(min(learnt / TUNED_LEARNT, 1.0))

@@ -41,13 +41,10 @@ def by_width(args: TrainingArguments) -> bool:
     return isinstance(args, RunArguments) and args.rates_by_width
 
 
-def fit_rate(
-    args: TrainingArguments, width: int, share: float = 1.0, before: float | None = None
-) -> None:
-    """Lower a default rate for a model wider than TUNED_WIDTH, and to a share for other reasons; a
-    run that is resumed keeps what it had before."""
+def fit_rate(args: TrainingArguments, width: int, share: float = 1.0) -> None:
+    """Lower a default rate for a model wider than TUNED_WIDTH, and to a share for other reasons."""
     if by_width(args):
-        args.learning_rate = before or args.learning_rate * min(1.0, TUNED_WIDTH / width) * share
+        args.learning_rate *= min(1.0, TUNED_WIDTH / width) * share
 
 
 def rate_shares(heads: DraftHeads) -> dict[str, float]:

@@ -39,7 +39,7 @@ from medusa_heads.training.measure.metrics import rank_statistics
 from medusa_heads.training.measure.report import make_report, write_report
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from medusa_heads.training.runs.joint import JointTrainer, adapted
-from medusa_heads.training.runs.record import course_of
+from medusa_heads.training.runs.record import steps_before
 from medusa_heads.training.runs.setup import GivenTarget, GivenText, Names, Run
 
 logger = logging.getLogger(__name__)
@@ -139,10 +139,10 @@ def train_heads(
         early_stopping_patience=early_stopping_patience,
         sharding=sharding,
     )
-    share, before = 1.0, course_of(run.checkpoint)
+    share = 1.0
     if joint is None:
-        share = fit_batch(run.args, *run.data.rows_and_learnt(), before)
-    fit_rate(run.args, run.target.hidden_size, share, before.rate)
+        share = fit_batch(run.args, *run.data.rows_and_learnt(), steps_before(run.checkpoint))
+    fit_rate(run.args, run.target.hidden_size, share)
     drafted = _drafted(run, config, draft_vocab, whole_matrix=with_vocab_matrix)
     config = replace(config, draft_vocab_size=drafted.size)
     heads = new_heads(run.target, config, drafted.tokens_C)

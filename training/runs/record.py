@@ -17,7 +17,7 @@ from medusa_heads.contents import STATE_FILE
 from medusa_heads.files import read_json, replace_file
 from medusa_heads.masking import masked
 from medusa_heads.plain_yaml import parse_yaml
-from medusa_heads.training.arguments.batch import Course
+from medusa_heads.training.arguments.batch import StepsBefore
 
 RUN_FILE = "run.yaml"
 METRICS_FILE = "metrics.json"
@@ -122,21 +122,23 @@ def judged_by_another(checkpoint: str | os.PathLike[str], record: Mapping[str, A
     return None if not before or metrics[0] == metrics[1] else "metric_for_best_model"
 
 
-def course_of(checkpoint: str | None) -> Course:
-    """How the run that a checkpoint is of, if there is one, took its steps. Raises ValueError: its
+def steps_before(checkpoint: str | None) -> StepsBefore:
+    """How the run that a checkpoint is of, if there is one, made its steps. Raises ValueError: its
     story cannot be read."""
     if checkpoint is None:
-        return Course()
-    size = read_json(Path(checkpoint) / STATE_FILE).get("train_batch_size")
+        return StepsBefore()
     told = _told(checkpoint)
     loaded, given = (told.get(name) for name in ("target_loaded", "training_arguments"))
-    processes = loaded.get("processes") if isinstance(loaded, dict) else None
-    rate = given.get("learning_rate") if isinstance(given, dict) else None
-    return Course(
-        size if type(size) is int and size > 0 else None,
-        processes if type(processes) is int and processes > 0 else 1,
-        rate if type(rate) is float and rate > 0 else None,
+    size = read_json(Path(checkpoint) / STATE_FILE).get("train_batch_size")
+    processes, accumulated = (
+        part.get(name) if isinstance(part, dict) else None
+        for part, name in ((loaded, "processes"), (given, "gradient_accumulation_steps"))
     )
+    return StepsBefore(_count(size), _count(processes) or 1, _count(accumulated) or 1)
+
+
+def _count(told: object) -> int | None:
+    return told if type(told) is int and told > 0 else None
 
 
 def _told(checkpoint: str | os.PathLike[str]) -> dict[str, Any]:

@@ -15,11 +15,11 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from medusa_heads.config import HeadsConfig
 from medusa_heads.files import read_json
 from medusa_heads.target.target import TargetModel
-from medusa_heads.training.arguments.batch import Course, fit_batch
+from medusa_heads.training.arguments.batch import StepsBefore, fit_batch
 from medusa_heads.training.arguments.rates import RunArguments
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.runs.heads import train_heads
-from medusa_heads.training.runs.record import course_of
+from medusa_heads.training.runs.record import steps_before
 from medusa_heads.training.runs.resumable import last_checkpoint
 
 
@@ -64,7 +64,7 @@ def test_processes_share_a_step() -> None:
     args = arguments(gradient_accumulation_steps=2)
     args.__class__ = OfTwo
     assert fit_batch(args, 5_000, 128) == 1.0
-    assert args.per_device_train_batch_size == 3  # 10 rows, of which four processes have each one
+    assert args.per_device_train_batch_size == 3  # of 10 rows, in two batches of each process
     # accelerate deals out one batch, which must be a multiple of their number.
     config: Any = AcceleratorConfig(split_batches=True)
     args.accelerator_config = config
@@ -73,15 +73,29 @@ def test_processes_share_a_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("processes", "before", "kept"), [(1, 1, 8), (1, 4, 32), (2, 1, 4), (2, 2, 8), (2, 8, 32)]
+    ("processes", "accumulated", "before", "kept"),
+    [
+        (1, 1, (8, 1, 1), 8),
+        (1, 1, (8, 2, 1), 16),
+        (2, 1, (8, 1, 1), 4),
+        (2, 1, (3, 1, 1), 2),
+        (2, 1, (8, 2, 1), 8),
+        (1, 2, (16, 1, 1), 8),  # of half the memory
+        (1, 1, (3, 1, 4), 12),
+        (1, 1, (8, 8, 1), 16),  # no more than a process usually takes
+        (1, 1, (40, 8, 1), 40),  # nor than it did
+    ],
 )
-def test_a_resumed_run_keeps_the_rows_of_its_steps(processes: int, before: int, kept: int) -> None:
-    args = arguments(learning_rate=1e-3, max_steps=9)  # whatever else is given
+def test_a_resumed_run_keeps_the_rows_of_its_steps(
+    processes: int, accumulated: int, before: tuple[int, int, int], kept: int
+) -> None:
+    # Whatever else is given.
+    args = arguments(learning_rate=1e-3, max_steps=9, gradient_accumulation_steps=accumulated)
     args.__class__ = OfTwo if processes == 2 else RunArguments
-    assert fit_batch(args, 200, 128, Course(8, before)) == 1.0
+    assert fit_batch(args, 200, 128, StepsBefore(*before)) == 1.0
     assert args.per_device_train_batch_size == kept
     args = arguments(per_device_train_batch_size=4)
-    fit_batch(args, 200, 128, Course(8, before))
+    fit_batch(args, 200, 128, StepsBefore(*before))
     assert args.per_device_train_batch_size == 4
 
 
@@ -121,7 +135,7 @@ def test_a_run_chooses_by_its_text_and_goes_on_so(
     assert (steps, story.get("per_device_train_batch_size", 8)) == (5, 8)
     steps, story = run(num_train_epochs=2)
     assert (steps, story.get("per_device_train_batch_size", 8)) == (10, 8)
-    assert story["learning_rate"] == 5e-3
+    assert story["learning_rate"] == pytest.approx(5e-3 * (8 * 52 / 1_024) ** 0.5)
     checkpoint = last_checkpoint(tmp_path)
     assert checkpoint is not None and checkpoint.name == "checkpoint-10"
 
@@ -138,9 +152,9 @@ def test_a_run_chooses_by_its_text_and_goes_on_so(
 @pytest.mark.parametrize("size", [None, "x", 0, -3, True])
 def test_a_checkpoint_that_tells_nothing_of_its_steps(size: object, tmp_path: Path) -> None:
     (tmp_path / "trainer_state.json").write_text(json.dumps({"train_batch_size": size}))
-    assert course_of(str(tmp_path)) == course_of(None) == Course()
+    assert steps_before(str(tmp_path)) == steps_before(None) == StepsBefore()
     (tmp_path / "run.yaml").write_text("target_loaded: [1]\ntraining_arguments: 3\n")
-    assert course_of(str(tmp_path)) == Course()
+    assert steps_before(str(tmp_path)) == StepsBefore()
 
 
 def test_a_full_batch_is_asked_for_when_its_size_is_known(
