@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import count
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,6 +20,9 @@ from medusa_heads.inference.adapt.clock import USUAL_AGAIN
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.target.attention import TreeMask
 from medusa_heads.trees.tree import TokenTree
+
+if TYPE_CHECKING:
+    from medusa_heads.inference.engine.device_state import DeviceState
 
 _numbers = count()
 
@@ -174,7 +177,25 @@ class Memory:
         return [known.get(row, 0) for row in rows]
 
 
-class MemoryOnDevice:
+class OnDevice:
+    """What a drafter keeps of the texts between steps that are one graph.
+
+    Attributes:
+        beside: slots that a step takes behind what is held of the texts.
+    """
+
+    beside = 0
+
+    def begin(self, memory: Any) -> None:
+        """Go on with what was read of this text."""
+        raise NotImplementedError
+
+    def follow(self, state: DeviceState, most: int) -> None:
+        """A step has committed at most so many tokens of each row. By default they are taken in
+        where the next drafts are made."""
+
+
+class MemoryOnDevice(OnDevice):
     """What a layer of heads keeps of the texts between steps that are one graph: keys and values,
     at a place of its own for each position of a row. What stands behind a row's text is never seen.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from medusa_heads.inference.adapt.paced import Paced
-from medusa_heads.inference.drafters.base import Memory
+from medusa_heads.inference.drafters.base import Memory, OnDevice
 from medusa_heads.inference.drafters.text import BOUNDS
 from medusa_heads.inference.engine.state import DecodingState
 
@@ -113,36 +113,33 @@ class Texts(Memory):
         return TextsOnDevice(self.ids_BS, capacity, self._most)
 
 
-class TextsOnDevice:
+class TextsOnDevice(OnDevice):
     """The same between steps that are one graph. What stands in the last column is of no text."""
-
-    beside = 0
 
     def __init__(self, like_BS: Tensor, capacity: int, most: int) -> None:
         self._capacity, self._most, batch = capacity, most, len(like_BS)
         with torch.inference_mode(False):
             self._ids_BC = like_BS.new_zeros(batch, capacity + 1)
-            self._last = Continuation(*(like_BS.new_zeros(batch, most) for _ in range(2)))
-        for kept in (self._ids_BC, *self._last):
+            self._last_2BL = like_BS.new_zeros(2, batch, most)
+        for kept in (self._ids_BC, self._last_2BL):
             torch._dynamo.mark_static_address(kept)
 
     def begin(self, memory: Texts) -> None:
         """Go on with these texts, which have drafted nothing."""
         self._ids_BC[:, : memory.ids_BS.shape[1]] = memory.ids_BS
-        self._last.groups_BL.fill_(-1)
+        self._last_2BL.fill_(-1)
 
     def advance(self, state: DeviceState, counts_2G: Tensor) -> Continuation:
         """See Texts."""
         following_BP, fresh_B1 = state.following_BP, state.fresh_B[:, None]
-        _learn(counts_2G, self._last, following_BP, state.fresh_B)
+        _learn(counts_2G, Continuation(*self._last_2BL), following_BP, state.fresh_B)
         ahead_P = torch.arange(following_BP.shape[1], device=following_BP.device)
         places_BP = state.lengths_B[:, None] + 1 - fresh_B1 + ahead_P
         new_BP = ahead_P < fresh_B1
         places_BP, ids_BP = places_BP.where(new_BP, self._capacity), following_BP.where(new_BP, 0)
         self._ids_BC.scatter_(1, places_BP, ids_BP)
         found = continuation(self._ids_BC, state.lengths_B, state.padding_B, self._most)
-        for kept, new in zip(self._last, found, strict=True):
-            kept.copy_(new)
+        self._last_2BL.copy_(torch.stack(found))
         return found
 
 

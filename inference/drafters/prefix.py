@@ -119,17 +119,28 @@ class PrefixMemory(Memory):
 class PrefixMemoryOnDevice(MemoryOnDevice):
     """The same between steps that are one graph."""
 
+    _encoded_BO: Tensor | None = None
+
     def advance(self, state: DeviceState) -> Tensor:
         """See PrefixMemory."""
+        assert self._encoded_BO is not None
+        return self._encoded_BO
+
+    def follow(self, state: DeviceState, most: int) -> None:
+        """Read them at once: the next step would have to allow for those of a larger tree."""
         layer, capacity, device = self._heads.prefix, self._capacity, self._lengths_B.device
-        x_BPD = layer.read(self._heads.fuse(state.fresh_BPX), self._heads.embed(state.following_BP))
+        hidden_BPD = self._heads.fuse(state.fresh_BPX[:, :most])
+        x_BPD = layer.read(hidden_BPD, self._heads.embed(state.following_BP[:, :most]))
         lengths_B1 = self._lengths_B[:, None]
-        positions_BP = lengths_B1 + torch.arange(x_BPD.shape[1], device=device)
+        positions_BP = lengths_B1 + torch.arange(most, device=device)
         self._write(layer.keys_and_values(x_BPD, positions_BP, capacity), positions_BP)
         last_B1, batch_B1 = state.last_fresh_B1, torch.arange(len(x_BPD), device=device)[:, None]
         x_B1D, positions_B1 = x_BPD[batch_B1, last_B1], lengths_B1 + last_B1
         visible_B1S = (torch.arange(capacity, device=device) <= positions_B1)[:, None]
         out_B1O = layer.look(x_B1D, positions_B1, capacity, self._held_GBASE, visible_B1S)
         self._lengths_B.add_(state.fresh_B)
-        encoded_BO: Tensor = out_B1O[:, 0]
-        return encoded_BO
+        if self._encoded_BO is None:  # before the first step
+            with torch.inference_mode(False):
+                self._encoded_BO = torch.empty_like(out_B1O[:, 0])
+            torch._dynamo.mark_static_address(self._encoded_BO)
+        self._encoded_BO.copy_(out_B1O[:, 0])

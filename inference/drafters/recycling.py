@@ -27,6 +27,7 @@ from medusa_heads.trees.tree import TokenTree
 
 RANKS = 8  # successors kept of each token, as in the paper
 _UNKNOWN = -1
+_MOST_PAIRED = 1024  # nodes of all rows
 _LEVELS = 8  # of trees on the device
 _BY_RANK = LEVELS * (np.arange(RANKS) > 0)  # the likeliest successors are a group of their own
 _PRIOR = 0.6  # what a successor's probability elsewhere is worth here
@@ -150,8 +151,7 @@ class RecycledTrees(Drafter):
         tokens_M, logits_MV = tree.tokens_BN.flatten().contiguous(), logits_BNV.flatten(0, 1)
         # All nodes of one token write what the last of them says: whose is written last, nobody
         # can tell of a device, nor of threads.
-        sorted_M, nodes_M = tokens_M.sort(stable=True)
-        last_M = nodes_M[torch.searchsorted(sorted_M, tokens_M, right=True) - 1]
+        last_M = _last_alike(tokens_M)
         best_MR, ids_MR = best(logits_MV, self._shape[1])
         log_chances_MR = _numbers(best_MR).log_softmax(dim=-1)[last_M]
         told_M1 = ~log_chances_MR[:, :1].isnan()
@@ -172,6 +172,16 @@ class RecycledTrees(Drafter):
                 torch._dynamo.mark_static_address(kept)
             self._kept = successors_VR, log_chances_VR
         return self._kept
+
+
+def _last_alike(tokens_M: Tensor) -> Tensor:
+    """Of each token the last place where it stands."""
+    if len(tokens_M) > _MOST_PAIRED:
+        sorted_M, places_M = tokens_M.sort(stable=True)
+        return places_M[torch.searchsorted(sorted_M, tokens_M, right=True) - 1]
+    # On a GPU less than sorting: of all pairs in one kernel.
+    places_M = torch.arange(len(tokens_M), device=tokens_M.device)
+    return places_M.where(tokens_M[:, None] == tokens_M, 0).amax(dim=1)
 
 
 def _numbers(best_MR: Tensor) -> Tensor:

@@ -118,6 +118,7 @@ class DeviceState(DecodingState):
             if known is None or known.beside < memory.beside:
                 self.memories[heads] = memory.on_device(self._capacity)
             self.memories[heads].begin(memory)
+            self.memories[heads].follow(self, 1)
         for of_steps in (self.steps_A, self.forwards, self.figures):
             of_steps.zero_()
         self.figures[0] = sum(map(bool, room))
@@ -220,24 +221,32 @@ class DeviceState(DecodingState):
         root_B1 = tokens_BA.gather(1, last_B1).clamp_min(0)  # one that could not be drawn is none
         node_B1X = nodes_BA.gather(1, last_B1)[..., None].expand(-1, -1, hidden_BNX.shape[2])
         moves_B1 = count_B1 > 0
-        self.roots_B.copy_(root_B1.where(moves_B1, self.roots_B[:, None])[:, 0])
+        root_B1 = root_B1.where(moves_B1, self.roots_B[:, None])
         hidden_BX = hidden_BNX.gather(1, node_B1X)[:, 0]
         self.hidden_BD.copy_(hidden_BX.where(moves_B1, self.hidden_BD))
         nodes_BPX = nodes_BA[..., None].expand(-1, -1, hidden_BNX.shape[2])
         self.fresh_BPX[:, :most].copy_(hidden_BNX.gather(1, nodes_BPX))
         self.following_BP[:, :most].copy_(tokens_BA.clamp_min(0))
-        self.fresh_B.copy_(count_B1[:, 0])
-        self.lengths_B.add_(count_B1[:, 0])
-        self.written_B.add_(count_B1[:, 0])
         left_B1 = (room_B1 - count_B1).where(~(ends_BA & taken_BA).any(1, True), 0)
-        self.room_B.copy_(left_B1[:, 0])
+        of_rows = {
+            self.roots_B: root_B1,
+            self.fresh_B: count_B1,
+            self.room_B: left_B1,
+            self.lengths_B: self.lengths_B[:, None] + count_B1,
+            self.written_B: written_B1 + count_B1,
+        }
+        torch._foreach_copy_([*of_rows], [new_B1[:, 0] for new_B1 in of_rows.values()])
         moved_B = moves_B1[:, 0]
-        told = [(left_B1 > 0).sum(), moved_B.sum(), count_B1.sum(), self.again_B.amax()]
-        self.figures[: 4 + most] = torch.cat([torch.stack(told), tokens_BA[0]])
+        counts = [(left_B1 > 0).sum(), moved_B.sum(), count_B1.sum(), self.again_B.amax()]
+        told = [torch.stack(counts), tokens_BA[0]]
         if expected_BN is not None:
-            own_BN, behind = expected_BN.where(moves_B1, 0.0), 5 + self._levels
-            of_mean_row_N = own_BN.sum(dim=0) / moved_B.sum().clamp_min(1)
-            self.figures[behind : behind + len(of_mean_row_N)] = of_mean_row_N
+            own_BN = expected_BN.where(moves_B1, 0.0)
+            told.append(own_BN.new_zeros(self._levels + 1 - most))
+            told.append(own_BN.sum(dim=0) / moved_B.sum().clamp_min(1))
+        told_F = torch.cat(told)
+        self.figures[: len(told_F)] = told_F
+        for memory in self.memories.values():
+            memory.follow(self, most)
 
     def _keep(self, nodes_BA: Tensor, taken_BA: Tensor) -> None:
         """Of the tree just read, keep in the cache what is taken."""

@@ -8,11 +8,15 @@ Shapes: N rows of D inputs each, O outputs.
 from __future__ import annotations
 
 import platform
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from medusa_heads.errors import MedusaWarning, first_line
+from medusa_heads.machine.devices import is_capturing
 
 _KNOWN = ("x86_64", "AMD64")
 _MOST_INPUT = 127  # of a row in eight bits
@@ -86,3 +90,36 @@ def operator(
             _operators.impl(name, run, device)
         _operators.impl(name, like, "Meta")
     return getattr(torch.ops.medusa_heads, name)
+
+
+class Tried:
+    """Kernels of this package, which serve a GPU once they have been compiled for it and said what
+    torch says.
+
+    Args:
+        agree: compiles them, and tells whether they do.
+        otherwise: what a warning says is done without them.
+    """
+
+    def __init__(self, agree: Callable[[torch.device], bool], otherwise: str) -> None:
+        self._agree, self._otherwise = agree, otherwise
+        self._known: dict[torch.device, bool] = {}
+
+    def serve(self, device: torch.device) -> bool:
+        """Whether they do. Found out once in a process, where there is memory, which waits for the
+        device; and not while a graph is recorded."""
+        if device.type != "cuda":
+            return False
+        if device not in self._known:
+            if is_capturing():
+                return False
+            try:
+                self._known[device] = self._agree(device)
+            # No compiler for this GPU, none at all, no memory: each has its own.
+            except Exception as error:
+                reason = f"{self._otherwise}: {first_line(error)}"
+                warnings.warn(reason, MedusaWarning, stacklevel=2)
+                if isinstance(error, torch.OutOfMemoryError):  # which says nothing of later
+                    return False
+                self._known[device] = False
+        return self._known[device]

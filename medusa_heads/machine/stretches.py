@@ -36,7 +36,7 @@ _SMALL = frozenset(
             "pad",
         ),
         *("searchsorted", "arange", "zeros", "ones", "full", "zeros_like", "ones_like"),
-        *("full_like", "new_zeros", "new_full", "eye", "tril", "triu"),
+        *("full_like", "new_zeros", "new_full", "eye", "tril", "triu", "addcmul"),
     )
 )
 # Which start nothing on a device, or what copies nothing where its numbers lie in order.

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from medusa_heads.machine.kernels import operator
+from medusa_heads.machine.kernels import Tried, operator
 
 _INITIAL_SLACK = 256  # slots beyond the prompt before the first growth
 _STACK_BYTES = 1 << 28  # of a stack as it is made, or an eighth of all layers where that is more
@@ -65,6 +66,55 @@ _put_wide: Any = operator(
     lambda *_: None,
     ("CPU", "CUDA"),
 )
+
+
+def _move(stack: Tensor, source_BA: Tensor, destination_BA: Tensor) -> None:
+    # Triton comes with torch where that is built for a GPU, and takes a second to import.
+    kernel = import_module("medusa_heads.target.triton_rows")
+    with torch.cuda.device_of(stack):  # Triton starts kernels on the current one
+        kernel.move_rows(stack, source_BA, destination_BA)
+
+
+_move_rows: Any = operator(
+    "move_rows(Tensor(a!) stack, Tensor source, Tensor destination) -> ()",
+    _move,
+    lambda *_: None,
+    ("CPU", "CUDA"),  # on a CPU Triton interprets its kernels, where it is told to
+)
+
+
+def _agree(device: torch.device) -> bool:
+    """Whether the kernel moves rows as torch does."""
+    stack = torch.arange(2 * 2 * 3 * 6 * 4, device=device).view(2, 2, 3, 6, 4)
+    source_BA = torch.tensor([[2, 4, 3], [1, 5, 3]], device=device)
+    destination_BA = torch.tensor([[1, 2, 3], [0, 1, 3]], device=device)
+    expected = stack.clone()
+    _move_gathered(expected, source_BA, destination_BA)
+    _move_rows(stack, source_BA, destination_BA)
+    if not torch.equal(stack, expected):
+        raise ArithmeticError("a kernel of this package does not move rows as torch does")
+    return True
+
+
+_tried = Tried(lambda device: _agree(device), "rows of caches are moved by torch's own kernels")
+
+
+def _move_gathered(stack: Tensor, source_BA: Tensor, destination_BA: Tensor) -> None:
+    if source_BA.shape[0] == 1:
+        # One row: plain index operations are several times faster than a scatter.
+        rows = stack.index_select(3, source_BA[0])
+        put_rows(stack, 3, destination_BA[0], rows)
+    else:
+        # Whole rows of X numbers by their place in the flattened stack: gather and scatter would
+        # read an index for every number, and took 300 times as long on a CPU.
+        groups, batch, heads, capacity, width = stack.shape
+        first = torch.arange(groups * batch * heads, device=stack.device) * capacity
+        first_GBH1 = first.view(groups, batch, heads, 1)
+        source, place = (
+            (first_GBH1 + slots_BA[:, None]).flatten() for slots_BA in (source_BA, destination_BA)
+        )
+        rows = stack.view(-1, width)
+        put_rows(rows, 0, place, rows.index_select(0, source))
 
 
 class Stacks:
@@ -144,20 +194,12 @@ class Stacks:
 
     def move_rows(self, source_BA: Tensor, destination_BA: Tensor) -> None:
         for stack in self.stacks:
-            if source_BA.shape[0] == 1:
-                # One row: plain index operations are several times faster than a scatter.
-                rows = stack.index_select(3, source_BA[0].to(stack.device))
-                put_rows(stack, 3, destination_BA[0].to(stack.device), rows)
+            given = source_BA.to(stack.device), destination_BA.to(stack.device)
+            whole = stack.shape[-1] * stack.element_size() % 8 == 0
+            if whole and _tried.serve(stack.device):
+                _move_rows(stack, *given)
             else:
-                # Whole rows of X numbers by their place in the flattened stack: gather and scatter
-                # would read an index for every number, and took 300 times as long on a CPU.
-                groups, batch, heads, capacity, width = stack.shape
-                first = torch.arange(groups * batch * heads, device=stack.device) * capacity
-                first_GBH1 = first.view(groups, batch, heads, 1)
-                source = (first_GBH1 + source_BA.to(stack.device)[:, None]).flatten()
-                place = (first_GBH1 + destination_BA.to(stack.device)[:, None]).flatten()
-                rows = stack.view(-1, width)
-                put_rows(rows, 0, place, rows.index_select(0, source))
+                _move_gathered(stack, *given)
 
     @torch.inference_mode(False)
     def select_batch(self, rows: Sequence[int]) -> None:

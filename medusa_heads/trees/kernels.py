@@ -6,16 +6,13 @@ Shapes: as in levels.py; V columns to choose from.
 
 from __future__ import annotations
 
-import warnings
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from medusa_heads.errors import MedusaWarning, first_line
-from medusa_heads.machine.devices import is_capturing
-from medusa_heads.machine.kernels import operator
+from medusa_heads.machine.kernels import Tried, operator
 from medusa_heads.trees import levels
 from medusa_heads.trees.levels import DEEPER, NEVER, SUREST, Chosen, Level
 
@@ -24,27 +21,10 @@ from medusa_heads.trees.levels import DEEPER, NEVER, SUREST, Chosen, Level
 _MOST_CANDIDATES, _MOST_NODES, _MOST_PICKED = 1024, 64, 64
 _FEWEST_COLUMNS = 1024  # of which torch chooses by one small kernel or two
 
-_known: dict[torch.device, bool] = {}
-
 
 def serve(device: torch.device) -> bool:
-    """Whether they are compiled for this device, and say what torch says. Found out once, where
-    there is memory, which waits for the device; and not while a graph is recorded."""
-    if device.type != "cuda":
-        return False
-    if device not in _known:
-        if is_capturing():
-            return False
-        try:
-            _known[device] = _agree(device)
-        # No compiler for this GPU, none at all, no memory: each has its own.
-        except Exception as error:
-            reason = f"trees go on by torch's own kernels: {first_line(error)}"
-            warnings.warn(reason, MedusaWarning, stacklevel=2)
-            if isinstance(error, torch.OutOfMemoryError):  # which says nothing of later
-                return False
-            _known[device] = False
-    return _known[device]
+    """See Tried."""
+    return _tried.serve(device)
 
 
 def grow(
@@ -122,6 +102,9 @@ def _agree(device: torch.device) -> bool:
     if not all(torch.allclose(one.double(), other.double(), atol=1e-4) for one, other in pairs):
         raise ArithmeticError("kernels of this package do not make the trees that torch makes")
     return True
+
+
+_tried = Tried(lambda device: _agree(device), "trees go on by torch's own kernels")
 
 
 def _run(module: str, name: str) -> Any:

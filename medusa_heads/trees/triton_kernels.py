@@ -12,6 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_PAIRS = 16384  # of offers that are compared at once
+
+
+def at_once(paths: int, ranks: int) -> int:
+    """With how many offers behind its path each offer is compared at once."""
+    return min(max(_PAIRS // (paths * ranks), 1), ranks)
+
 
 def grow_level(
     scores_BF: Tensor,
@@ -33,8 +40,11 @@ def grow_level(
     best_BK = scores_BF.new_empty(batch, kept)
     above_BK, own_BK = (tokens_BFR.new_empty(batch, kept) for _ in range(2))
     longer_BAJ = tokens_BFR.new_empty(batch, asked, length + 1)
+    if scores_BF.stride(1) != 1:
+        scores_BF = scores_BF.contiguous()
+    block_F, block_R = triton.next_power_of_2(paths), triton.next_power_of_2(ranks)
     _grow_level[(batch,)](
-        scores_BF.contiguous(),
+        scores_BF,
         tokens_BFR.contiguous(),
         log_probs_BFR.contiguous(),
         paths_BFJ.contiguous(),
@@ -43,6 +53,7 @@ def grow_level(
         above_BK,
         own_BK,
         longer_BAJ,
+        scores_BF.stride(0),
         paths,
         ranks,
         length,
@@ -51,10 +62,11 @@ def grow_level(
         surest,
         never,
         MERGES=merges,
-        BLOCK_F=triton.next_power_of_2(paths),
-        BLOCK_R=triton.next_power_of_2(ranks),
+        BLOCK_F=block_F,
+        BLOCK_R=block_R,
+        BLOCK_S=at_once(block_F, block_R),
         BLOCK_C=triton.next_power_of_2(count),
-        num_warps=4,
+        num_warps=8,
     )
     return best_BK, above_BK, own_BK, longer_BAJ
 
@@ -104,18 +116,18 @@ def choose_nodes(
         BLOCK_C=triton.next_power_of_2(count),
         BLOCK_N=triton.next_power_of_2(nodes),
         DOUBLINGS=(nodes - 1).bit_length(),
-        num_warps=4,
+        num_warps=16,
     )
     return tokens_BN, parents_BN, depth_BN, ancestors_BNN, log_probs_BN, path_scores_BN, ranks_BN
 
 
 @triton.jit
-def _ranks_of(of_all, value_C, place_C, count):  # type: ignore[no-untyped-def]
+def _ranks_of(of_all, value_C, place_C, count, OTHERS: tl.constexpr):  # type: ignore[no-untyped-def]
     """How many of these numbers, which lie behind a pointer too, are larger than each, or as large
     and before it."""
     rank_C = tl.zeros_like(place_C)
-    for start in range(0, count, 16):
-        other_O = start + tl.arange(0, 16)
+    for start in range(0, count, OTHERS):
+        other_O = start + tl.arange(0, OTHERS)
         value_O = tl.load(of_all + other_O, mask=other_O < count, other=float("-inf"))
         larger_CO = value_O[None, :] > value_C[:, None]
         equal_CO = (value_O[None, :] == value_C[:, None]) & (other_O[None, :] < place_C[:, None])
@@ -123,7 +135,7 @@ def _ranks_of(of_all, value_C, place_C, count):  # type: ignore[no-untyped-def]
     return rank_C
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scores_b"])
 def _grow_level(  # type: ignore[no-untyped-def]
     scores,
     tokens,
@@ -134,6 +146,7 @@ def _grow_level(  # type: ignore[no-untyped-def]
     above,
     own,
     longer,
+    scores_b,
     F,
     R,
     J,
@@ -144,6 +157,7 @@ def _grow_level(  # type: ignore[no-untyped-def]
     MERGES: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
@@ -159,16 +173,21 @@ def _grow_level(  # type: ignore[no-untyped-def]
     if MERGES:  # each token once, and likelier where more say it
         token_FR = tl.load(tokens + at_FR, mask=there_FR, other=0)
         missed_FR = tl.zeros([BLOCK_F, BLOCK_R], tl.float32)  # log(1 - p), of all who say it
-        first_FR = there_FR
-        for s in range(0, R):
-            token_F = tl.load(tokens + f_F * R + s, mask=f_F < F, other=0)
-            log_F = tl.load(log_probs + f_F * R + s, mask=f_F < F, other=0.0).to(tl.float32)
-            chance_F = tl.minimum(tl.exp(tl.where(log_F != log_F, never, log_F)), surest)
-            few_F = -chance_F * (1 + chance_F * (0.5 + chance_F * (1.0 / 3 + chance_F * 0.25)))
-            log_missed_F = tl.where(chance_F < 0.02, few_F, tl.log(1.0 - chance_F))
-            same_FR = token_FR == token_F[:, None]
-            missed_FR += tl.where(same_FR, log_missed_F[:, None], 0.0)
-            first_FR = first_FR & ((r_R <= s)[None, :] | ~same_FR)
+        earlier_FR = tl.zeros([BLOCK_F, BLOCK_R], tl.int32)  # who say it
+        for start in range(0, R, BLOCK_S):
+            s_S = start + tl.arange(0, BLOCK_S)
+            there_FS = (f_F < F)[:, None] & (s_S < R)[None, :]
+            at_FS = f_F[:, None] * R + s_S[None, :]
+            token_FS = tl.load(tokens + at_FS, mask=there_FS, other=-1)
+            log_FS = tl.load(log_probs + at_FS, mask=there_FS, other=never).to(tl.float32)
+            chance_FS = tl.minimum(tl.exp(tl.where(log_FS != log_FS, never, log_FS)), surest)
+            few_FS = -chance_FS * (1 + chance_FS * (0.5 + chance_FS * (1.0 / 3 + chance_FS * 0.25)))
+            log_missed_FS = tl.where(chance_FS < 0.02, few_FS, tl.log(1.0 - chance_FS))
+            same_FRS = token_FR[:, :, None] == token_FS[:, None, :]
+            missed_FR += tl.sum(tl.where(same_FRS, log_missed_FS[:, None, :], 0.0), 2)
+            earlier_FRS = same_FRS & (s_S[None, None, :] < r_R[None, :, None])
+            earlier_FR += tl.sum(earlier_FRS.to(tl.int32), 2)
+        first_FR = there_FR & (earlier_FR == 0)
         few_FR = -missed_FR * (1 + missed_FR * (0.5 + missed_FR * (1.0 / 6)))
         both_FR = tl.where(missed_FR > -0.02, few_FR, 1.0 - tl.exp(missed_FR))
         total_F = tl.sum(tl.where(first_FR, both_FR, 0.0), 1)
@@ -176,12 +195,12 @@ def _grow_level(  # type: ignore[no-untyped-def]
         logs_FR = tl.where(both_FR > 0, logs_FR, log_FR)
         log_FR = tl.where(first_FR, logs_FR, 2 * never)
     log_FR = tl.where(log_FR == float("-inf"), never, log_FR)
-    score_F = tl.load(scores + b * F + f_F, mask=f_F < F, other=0.0)
+    score_F = tl.load(scores + b * scores_b + f_F, mask=f_F < F, other=0.0)
     tl.store(spare + at_FR, score_F[:, None] + log_FR, mask=there_FR)
     tl.debug_barrier()
     place_C = tl.arange(0, BLOCK_C)
     value_C = tl.load(spare + place_C, mask=place_C < F * R, other=float("-inf"))
-    rank_C = _ranks_of(spare, value_C, place_C, F * R)
+    rank_C = _ranks_of(spare, value_C, place_C, F * R, 32)
     kept_C = (rank_C < kept) & (place_C < F * R)
     to_C = b * kept + rank_C
     above_C = place_C // R
@@ -239,7 +258,7 @@ def _choose_nodes(  # type: ignore[no-untyped-def]
     tl.debug_barrier()
     # As it stands there: rounded otherwise, two might have one rank.
     value_C = tl.load(spare + place_C, mask=there_C, other=float("-inf"))
-    rank_C = _ranks_of(spare, value_C, place_C, C)
+    rank_C = _ranks_of(spare, value_C, place_C, C, 32)
     chosen_C = (rank_C < N) & there_C
     node_C = tl.cumsum(chosen_C.to(tl.int32), 0) - chosen_C.to(tl.int32)
     tl.store(places + place_C, tl.minimum(node_C, N - 1), mask=there_C)

@@ -46,6 +46,7 @@ class Arguments:
     compile: Literal["capture", "kernels"] = flag("kernels", "how steps are recorded")
     batch_sizes: list[int] = flag([1, 8, 32], "texts decoded together")
     nodes: int = flag(16, "that a step verifies, the root included")
+    trees: list[str] | None = flag(None, "by default static, of as many nodes, and auto")
     prompt_length: int = flag(64, "tokens in each prompt")
     new_tokens: int = flag(128, "tokens after each prompt")
     device: str | None = flag(None, "such as cuda")
@@ -66,14 +67,14 @@ def write(arguments: Arguments) -> None:
     target.generation_config.eos_token_id = None  # texts of one length
     count = max(arguments.batch_sizes) * 2 + _WARM_UP + _TEXTS
     prompts = prompts_of(arguments.heads, count, arguments.prompt_length)
-    rows = [
-        of_steps(medusa, arguments, prompts, rows, tree)
-        for rows in arguments.batch_sizes
-        for tree in (f"static:{arguments.nodes - 1}", "auto")
-    ]
     told = {name: getattr(arguments, name) for name in ("shape", "dtype", "compile", "nodes")}
-    report = told | {"machine": machine, "steps": rows}
-    write_report(arguments.output, report, table_of(rows), *map(kernels_of, rows))
+    steps: list[dict[str, Any]] = []
+    report = told | {"machine": machine, "steps": steps}
+    for rows in arguments.batch_sizes:
+        for tree in arguments.trees or (f"static:{arguments.nodes - 1}", "auto"):
+            steps.append(of_steps(medusa, arguments, prompts, rows, tree))
+            # As it comes: what follows may be cut off.
+            write_report(arguments.output, report, table_of(steps), kernels_of(steps[-1]))
 
 
 def of_steps(

@@ -11,11 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from medusa_heads.machine.programs import traced
 from medusa_heads.machine.watched import Watched
+from medusa_heads.target import stacks
 from medusa_heads.target.cache import RowCache
 from medusa_heads.target.graphs.static_cache import StaticRowCache
-from medusa_heads.target.stacks import _put_wide
+from medusa_heads.target.stacks import _move_gathered, _move_rows, _put_wide
 from tests.allocations import Allocations
 from tests.conftest import DEVICE
+from tests.elsewhere import compiled_elsewhere
 from tests.target.test_cache import config, fill, held
 
 
@@ -129,6 +131,84 @@ def test_rows_are_put_whole(dtype: torch.dtype, width: int, dim: int) -> None:
         _put_wide(buffer[:], dim, places_A, rows)
     assert torch.equal(buffer, expected)
     assert watched.written == {buffer.untyped_storage().data_ptr(): dtype}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [4, 12])
+@pytest.mark.parametrize(("batch", "moves"), [(1, 3), (3, 7), (2, 16)])
+def test_a_kernel_moves_what_moves(batch: int, moves: int, width: int, dtype: torch.dtype) -> None:
+    """Paths behind the text, in order; what is read is as it was before any was written."""
+    pytest.importorskip("triton", reason="Triton is made for Linux alone")
+    random = torch.Generator().manual_seed(moves)
+    stack = torch.randn(4, batch, 2, 40, width, generator=random).to(DEVICE, dtype)
+    columns_A = torch.arange(moves)
+    first = torch.randint(1, 9, (batch, 1), generator=random)
+    path_BA = torch.stack([torch.randperm(30, generator=random)[:moves] for _ in range(batch)])
+    destination_BA = first + columns_A
+    source_BA = first + path_BA.sort(dim=1).values
+    source_BA[0, moves // 2 :] = destination_BA[0, moves // 2 :]  # not taken
+    given = source_BA.to(DEVICE), destination_BA.to(DEVICE)
+    expected, moved = stack.clone(), stack.clone()
+    _move_gathered(expected, *given)
+    with torch.no_grad(), Watched() as watched:
+        _move_rows(moved, *given)
+    assert torch.equal(moved, expected) and not torch.equal(moved, stack)
+    assert watched.written == {moved.untyped_storage().data_ptr(): dtype}
+
+
+def test_a_kernel_that_moves_other_rows_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="Triton is made for Linux alone")
+    assert stacks._agree(torch.device(DEVICE))
+    monkeypatch.setattr(stacks, "_move_rows", lambda *_: None)
+    with pytest.raises(ArithmeticError, match="does not move rows as torch does"):
+        stacks._agree(torch.device(DEVICE))
+
+
+def test_rows_of_whole_words_are_moved_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it serves; of others torch's."""
+    pytest.importorskip("triton", reason="Triton is made for Linux alone")
+    monkeypatch.setattr(stacks._tried, "serve", lambda _: True)
+    monkeypatch.setattr(stacks, "_move_gathered", None)
+    slots_BA = torch.tensor([[7, 9], [8, 9]], device=DEVICE), torch.tensor([[6, 7]] * 2).to(DEVICE)
+    for width in (3, 4):
+        cache = RowCache(config(layers=2))
+        keys = torch.randn(2, 2, 10, width).to(DEVICE, torch.bfloat16)
+        for layer in range(2):
+            cache.update(keys + layer, keys - layer, layer)
+        if width == 3:
+            with pytest.raises(TypeError):
+                cache.move_rows(*slots_BA)
+            continue
+        cache.move_rows(*slots_BA)
+        for layer in range(2):
+            moved = cache.row_layers[layer].keys[:, :, 6:8]
+            assert torch.equal(moved[0], (keys + layer)[0, :, [7, 9]])
+            assert torch.equal(moved[1], (keys + layer)[1, :, [8, 9]])
+
+
+COMPILE = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from medusa_heads.target.triton_rows import _move_rows
+
+TYPES = {"words": "*i64", "sources": "*i64", "destinations": "*i64"}
+for capability in (80, 90):
+    for width, moves in ((32, 8), (24, 64), (1, 1)):
+        sizes = {"W": width, "BLOCK_A": moves, "BLOCK_W": max(width, 32)}
+        names = _move_rows.arg_names
+        signature = {name: TYPES.get(name, "i32") for name in names}
+        signature |= dict.fromkeys(sizes, "constexpr")
+        given = {(names.index(name),): size for name, size in sizes.items()}
+        made = ASTSource(_move_rows, signature, given)
+        compile(made, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+"""
+
+
+@pytest.mark.slow
+def test_the_kernel_compiles_for_gpus_that_are_not_here() -> None:
+    pytest.importorskip("triton", reason="Triton is made for Linux alone")
+    compiled_elsewhere(COMPILE)
 
 
 def test_rows_of_another_type_are_no_numbers_of_this_one() -> None:

@@ -56,6 +56,16 @@ def test_a_level_keeps_the_likeliest(paths: int, ranks: int, kept: int, merges: 
     assert torch.equal(made.paths_BAJ, expected.paths_BAJ)
 
 
+def test_the_scores_of_some_of_the_paths_above() -> None:
+    """As the likeliest ones of a level, which lie in rows of all of them."""
+    scores_BF, *others = offers(5, 7, 2)
+    given: Any = (*others, 9, 4, True)
+    wide_BK = torch.cat([scores_BF, scores_BF - 9], dim=1)
+    for scores in (wide_BK[:, :5], wide_BK.mT.contiguous().mT[:, :5]):
+        made = kernels.grown_level(scores, *given, SUREST, NEVER)
+        assert_same(made, kernels.grown_level(scores_BF, *given, SUREST, NEVER), atol=0)
+
+
 @pytest.mark.parametrize("merges", [False, True])
 def test_a_level_of_what_is_no_number(merges: bool) -> None:
     scores, tokens, log_probs, paths = offers(3, 5, 1, distinct=True)
@@ -211,7 +221,7 @@ def test_they_are_compared_on_whatever_device_is_the_default() -> None:
 
 def test_kernels_serve_where_they_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 7)
-    monkeypatch.setattr(kernels, "_known", {})
+    monkeypatch.setattr(kernels._tried, "_known", {})
     monkeypatch.setattr(kernels, "_agree", lambda device: torch.ops.medusa_heads.no_compiler)
     assert not kernels.serve(torch.device("cpu"))
     with pytest.warns(MedusaWarning, match="trees go on by torch's own kernels: .*no_compiler"):
@@ -228,13 +238,13 @@ def test_no_memory_says_nothing_of_kernels(monkeypatch: pytest.MonkeyPatch) -> N
             raise torch.OutOfMemoryError("none left")
         return True
 
-    monkeypatch.setattr(kernels, "_known", {})
+    monkeypatch.setattr(kernels._tried, "_known", {})
     monkeypatch.setattr(kernels, "_agree", agree)
     with pytest.warns(MedusaWarning, match="trees go on by torch's own kernels: none left"):
         assert not kernels.serve(gpu)
-    monkeypatch.setattr(kernels, "is_capturing", lambda: True)
+    monkeypatch.setattr("medusa_heads.machine.kernels.is_capturing", lambda: True)
     assert not kernels.serve(gpu) and memory
-    monkeypatch.setattr(kernels, "is_capturing", lambda: False)
+    monkeypatch.setattr("medusa_heads.machine.kernels.is_capturing", lambda: False)
     assert kernels.serve(gpu) and not memory
     assert kernels.serve(gpu)
 
@@ -255,7 +265,7 @@ from medusa_heads.trees import triton_kernels, triton_largest
 
 WHOLE = "tokens parents depths paths places jumps words above own longer ids own_tokens own_parents"
 TYPES = dict.fromkeys((WHOLE + " own_depths own_ranks").split(), "*i64")
-TYPES |= dict.fromkeys("F R J C N V P kept asked depth_b depth_c blocks".split(), "i32")
+TYPES |= dict.fromkeys("F R J C N V P kept asked depth_b depth_c blocks scores_b".split(), "i32")
 TYPES |= dict.fromkeys("surest never deeper".split(), "fp32") | {"ancestors": "*i1"}
 
 def compiled(kernel, capability, sizes, **others):
@@ -264,12 +274,13 @@ def compiled(kernel, capability, sizes, **others):
     signature |= dict.fromkeys(sizes, "constexpr")
     places = {name: (number,) for number, name in enumerate(kernel.arg_names)}
     made = ASTSource(kernel, signature, {places[name]: size for name, size in sizes.items()})
-    compile(made, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+    compile(made, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
 
 for capability in (80, 90):
     for f, r in ((1, 32), (16, 32), (64, 16)):
         for merges in (False, True):
-            sizes = {"MERGES": merges, "BLOCK_F": f, "BLOCK_R": r, "BLOCK_C": f * r}
+            s = triton_kernels.at_once(f, r)
+            sizes = {"MERGES": merges, "BLOCK_F": f, "BLOCK_R": r, "BLOCK_S": s, "BLOCK_C": f * r}
             compiled(triton_kernels._grow_level, capability, sizes)
     for c, n in ((512, 64), (64, 16), (1024, 2)):
         sizes = {"BLOCK_C": c, "BLOCK_N": n, "DOUBLINGS": 6}

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from medusa_heads.inference.drafters.base import OnDevice
 from medusa_heads.target.attention import TreeMask
 from medusa_heads.target.graphs.static_cache import StaticRowCache, explicit_inputs
 from medusa_heads.target.target import TargetModel
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from medusa_heads.inference.engine.device_state import DeviceState
 
 
-class DraftedTextOnDevice:
+class DraftedTextOnDevice(OnDevice):
     """The same as DraftedText, of a chain of drafts, for as many rows as `like` has.
 
     Args:

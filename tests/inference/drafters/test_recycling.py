@@ -14,6 +14,7 @@ from transformers import StoppingCriteriaList
 
 from medusa_heads import TargetModel
 from medusa_heads.inference.adapt.clock import Clock
+from medusa_heads.inference.drafters import recycling
 from medusa_heads.inference.drafters.blended import BlendedDrafter
 from medusa_heads.inference.drafters.recycling import RecycledTrees, RecyclingSource
 from medusa_heads.inference.engine.capability import capability
@@ -113,6 +114,17 @@ def test_nodes_of_one_token_write_the_same() -> None:
     successors_VR, _ = drafter._matrix(tokens_BN.device)
     last_2R = logits_BNV[1, [2, 0]].topk(8).indices
     assert torch.equal(successors_VR[[3, 5]], last_2R)
+
+
+def test_the_last_of_many_nodes_is_that_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens_M = torch.randint(9, (40,), generator=torch.Generator().manual_seed(0))
+    last_M = recycling._last_alike(tokens_M)
+    assert torch.equal(tokens_M[last_M], tokens_M)
+    assert all(
+        token not in tokens_M[last + 1 :] for token, last in zip(tokens_M, last_M, strict=True)
+    )
+    monkeypatch.setattr(recycling, "_MOST_PAIRED", 39)
+    assert torch.equal(recycling._last_alike(tokens_M), last_M)
 
 
 NAN = float("nan")
