@@ -246,6 +246,11 @@ def replayed(
 def _seen(mask_B1NS: Tensor) -> Tensor:
     """What `split_attention` is told of a mask of numbers, of zeros and of what is not seen: its
     words [B, S + 2]. N is at most 64."""
+    if mask_B1NS.is_cuda:  # by one kernel, not a dozen
+        from medusa_heads.machine.split_attention import words_seen
+
+        with torch.cuda.device_of(mask_B1NS):
+            return words_seen(mask_B1NS)
     seen_BNS = mask_B1NS[:, 0] > torch.finfo(mask_B1NS.dtype).min / 2
     tokens, slots = seen_BNS.shape[1:]
     bits_N1 = torch.arange(tokens, device=mask_B1NS.device)[:, None]

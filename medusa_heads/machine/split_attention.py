@@ -26,6 +26,7 @@ from torch import Tensor
 _FEWEST = 16  # rows and columns of a product on tensor cores
 _MOST_PARTS = 64
 _WAVES = 2  # programs for each processor
+_MASK_AT_ONCE = 8192  # numbers of a mask
 _STAGES = 3  # slots of the next block are read while those of one are multiplied
 
 
@@ -108,6 +109,17 @@ def split_attention(
     return out_BNHY
 
 
+def words_seen(mask_B1NS: Tensor) -> Tensor:
+    """What `split_attention` is told of a mask of numbers, see `attention.seen_words`."""
+    mask_BNS = mask_B1NS[:, 0] if mask_B1NS.stride(-1) == 1 else mask_B1NS[:, 0].contiguous()
+    batch, tokens, slots = mask_BNS.shape
+    words_BU = mask_BNS.new_empty(batch, slots + 2, dtype=torch.long)
+    least, block = torch.finfo(mask_BNS.dtype).min / 2, triton.next_power_of_2(tokens)
+    given = mask_BNS, words_BU, least, tokens, slots, *_steps(mask_BNS)
+    _words_seen[(batch,)](*given, block, _MASK_AT_ONCE // block, num_warps=8)
+    return words_BU
+
+
 def _steps(x: Tensor) -> list[int]:
     """Of all dimensions but the last, which has none. Where there is one place alone, a compiler
     may give another step than was there before, and Triton make another kernel for it: that cannot
@@ -131,6 +143,29 @@ def _parts(device: torch.device, others: int, most: int) -> int:
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
     return max(min(triton.cdiv(_WAVES * processors, others), most), 1)
+
+
+@triton.jit
+def _words_seen(  # type: ignore[no-untyped-def]
+    mask, words, least, N, S, mask_b, mask_n, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr
+):
+    b = tl.program_id(0).to(tl.int64)
+    n_N, words_of_b = tl.arange(0, BLOCK_N).to(tl.int64), words + b * (S + 2)
+    bit_N = tl.full([BLOCK_N], 1, tl.int64) << n_N
+    first_S = tl.full([BLOCK_S], S, tl.int32)
+    behind_S = tl.zeros([BLOCK_S], tl.int32)
+    for start in range(0, S, BLOCK_S):
+        s_S = start + tl.arange(0, BLOCK_S)
+        there_NS = (n_N < N)[:, None] & (s_S < S)[None, :]
+        at_NS = b * mask_b + n_N[:, None] * mask_n + s_S[None, :]
+        allowed_NS = tl.load(mask + at_NS, mask=there_NS, other=float("-inf")) > least
+        word_S = tl.sum(tl.where(allowed_NS, bit_N[:, None], 0), 0)
+        tl.store(words_of_b + s_S, word_S, mask=s_S < S)
+        first_S = tl.minimum(first_S, tl.where(word_S != 0, s_S, S))
+        behind_S = tl.maximum(behind_S, tl.where(word_S != 0, s_S + 1, 0))
+    behind = tl.max(behind_S, 0)
+    tl.store(words_of_b + S, tl.where(behind > 0, tl.min(first_S, 0), 0).to(tl.int64))
+    tl.store(words_of_b + S + 1, behind.to(tl.int64))
 
 
 @triton.jit

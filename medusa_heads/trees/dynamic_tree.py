@@ -183,16 +183,16 @@ def likeliest(tree: TokenTree, nodes: int) -> tuple[TokenTree, Tensor]:
     size. And the tokens expected to be accepted [B, N] of the 0, 1, 2, .. likeliest."""
     assert tree.ranked is not None
     scores_BN, ranks_BN = tree.ranked
-    chances_BN = torch.zeros_like(scores_BN).scatter(1, ranks_BN, scores_BN.exp())
-    expected_BN = chances_BN.cumsum(dim=1) - 1.0  # the root is no draft
+    numbers_N = torch.arange(tree.num_nodes, device=ranks_BN.device)
+    among_BNN = ranks_BN[:, None] <= numbers_N[:, None]
+    expected_BN = (scores_BN.exp()[:, None] * among_BNN).sum(dim=2) - 1.0  # the root is no draft
     if nodes == tree.num_nodes:
         return tree, expected_BN
     if chooses(scores_BN, nodes):
         given = scores_BN, tree.tokens_BN, tree.parents_BN, tree.depth_BN
         return _tree(choose(*given, nodes, tree.num_nodes)), expected_BN
     # Their places, in the order of the places: of the others none is smaller.
-    numbers_BN = torch.arange(tree.num_nodes, device=ranks_BN.device).expand_as(ranks_BN)
-    chosen_BN = numbers_BN.where(ranks_BN < nodes, tree.num_nodes).sort(dim=1).values
+    chosen_BN = numbers_N.where(ranks_BN < nodes, tree.num_nodes).sort(dim=1).values
     chosen_BM = chosen_BN[:, :nodes].contiguous()
     above_BM = tree.parents_BN.clamp_min(0).gather(1, chosen_BM)
     depth_BM = tree.depth_BN.gather(1, chosen_BM)

@@ -149,6 +149,20 @@ def test_words_and_the_span_of_what_any_token_sees() -> None:
     assert words_BU[:, :-2].tolist() == [[0, 0, 0, 1, 0, 2, 0, 0, 0], [3] * 9, [0] * 9]
 
 
+@pytest.mark.parametrize(("tokens", "slots"), [(1, 700), (5, 40), (64, 300)])
+def test_a_kernel_makes_the_same_words(tokens: int, slots: int) -> None:
+    """Of half precision, and of a mask whose rows lie apart."""
+    random = torch.Generator().manual_seed(tokens)
+    allowed = torch.rand(3, 1, tokens, slots, generator=random) < 0.3
+    allowed[0, ..., : slots // 2] = allowed[1, ..., slots - 7 :] = allowed[2] = False
+    for dtype in (torch.float32, torch.bfloat16):
+        mask = additive(allowed, dtype)
+        wide = torch.cat([mask, mask - 1], dim=2).to(DEVICE)[:, :, :tokens]
+        assert torch.equal(split_attention.words_seen(wide).cpu(), seen_words(mask.cpu()))
+    moved = mask.mT.contiguous().mT.to(DEVICE)
+    assert torch.equal(split_attention.words_seen(moved).cpu(), seen_words(mask.cpu()))
+
+
 def test_they_are_operators_of_torch() -> None:
     query, key, value, allowed = case(4, 80)
     mask = additive(allowed, torch.float32)
@@ -234,6 +248,7 @@ from medusa_heads.machine import split_attention as module
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 HOLDS = {"query": "*{0}", "key": "*{0}", "value": "*{0}", "out": "*{0}", "seen": "*i64"}
+HOLDS |= {"mask": "*{0}", "words": "*i64", "least": "fp32"}
 HOLDS |= {"scale": "fp32", **dict.fromkeys(("added", "peak", "total"), "*fp32")}
 
 def compiled(kernel, dtype, capability, warps, **sizes):
@@ -241,7 +256,7 @@ def compiled(kernel, dtype, capability, warps, **sizes):
         name: "constexpr" if name in sizes else HOLDS.get(name, "i32").format(dtype)
         for name in kernel.arg_names
     }
-    aligned = [name for name in signature if name not in {*sizes, "scale", "tokens"}]
+    aligned = [name for name in signature if name not in {*sizes, "scale", "least", "tokens"}]
     places = {name: (number,) for number, name in enumerate(signature)}
     source = ASTSource(
         fn=kernel,
@@ -262,7 +277,12 @@ for capability in (80, 90):
             BLOCK_M=rows, BLOCK_S=slots, **common,
         )
         add_up = compiled(module._add_up, dtype, capability, 4, BLOCK_P=16, **common)
-        for made in (attend, add_up):
+        nodes = 16 * size
+        words_seen = compiled(
+            module._words_seen, dtype, capability, 8, BLOCK_N=nodes,
+            BLOCK_S=module._MASK_AT_ONCE // nodes,
+        )
+        for made in (attend, add_up, words_seen):
             with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
                 file.write(made.asm["cubin"])
                 file.flush()
@@ -277,7 +297,7 @@ def test_it_compiles_for_gpus_that_are_not_here() -> None:
     numbers = [
         [int(word) for word in line.split()] for line in compiled_elsewhere(COMPILE).splitlines()
     ]
-    assert len(numbers) == 2 * 8
+    assert len(numbers) == 2 * 12
     for shared, stack in numbers:
         assert shared <= 99 << 10  # what the smallest processors of these generations have
         assert stack == 0  # no number finds no register
