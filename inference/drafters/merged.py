@@ -123,9 +123,14 @@ class MergedTrees(Drafter):
         log_chances_BL = log_chances_BL.where(found.groups_BL >= 0, NEVER)
         guesses = [(part.depth, part.guess(state)) for part in self._parts]
 
+        # Which paths of a level are the text's own.
+        along_BF = torch.ones_like(state.roots_B[:, None], dtype=torch.bool)
+
         def guess(level: int, paths_BFJ: Tensor, above_BF: Tensor) -> tuple[Tensor, Tensor]:
-            own_BJ = torch.cat([state.roots_B[:, None], found.tokens_BL[:, :level]], dim=1)
-            along_BF = (paths_BFJ == own_BJ[:, None]).all(dim=-1)
+            nonlocal along_BF
+            if level:
+                own_B1 = found.tokens_BL[:, level - 1, None]
+                along_BF = along_BF.gather(1, above_BF) & (paths_BFJ[:, :, -1] == own_B1)
             token_BF = found.tokens_BL[:, level, None].expand_as(along_BF)
             chance_BF = log_chances_BL[:, level, None].where(along_BF, NEVER)
             offers = [(token_BF[..., None], chance_BF[..., None])]

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from medusa_heads.machine.stretches import Stretch, like_of, parts_of, places_of
 from medusa_heads.machine.watched import NothingRead, Watched, tensors_of, written_by
 
-_LEAST = 3  # kernels less, for which it is worth to compile something
+_LEAST = 2  # kernels less, for which it is worth to compile something
 _STREAM = -1  # no address
 
 

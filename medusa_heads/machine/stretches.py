@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from medusa_heads.agreement import TOLERANCE, finite, is_half, same_oddities
 
+_ALIGNED = 16  # bytes, as Inductor has it
 _NEARLY = 0.9  # of whole numbers, for two results to be the same
 _LARGEST = 1 << 28  # bytes of what a part reads or makes: it is tried on as much
 # Which a compiler makes few kernels of where they stand side by side.
@@ -55,6 +56,7 @@ class Like(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    aside: int  # numbers behind a place whose address compilers can count on
 
     @property
     def once(self) -> list[int]:
@@ -67,7 +69,11 @@ class Like(NamedTuple):
 
     def example(self) -> Tensor:
         """A tensor of this kind, of random numbers; of whole ones zeros: they may be indices."""
-        made = torch.empty_strided(self.once, self.stride, dtype=self.dtype, device=self.device)
+        reach = sum((size - 1) * step for size, step in zip(self.once, self.stride, strict=True))
+        room = self.aside + max(reach, 0) + 1
+        made = torch.empty(room, dtype=self.dtype, device=self.device)
+        # What lies elsewhere than this did, compiled code copies first.
+        made = made.as_strided(self.once, self.stride, self.aside)
         # Not from the stream that texts draw from.
         random = torch.Generator(self.device).manual_seed(0)
         if self.dtype.is_floating_point:
@@ -80,7 +86,8 @@ class Like(NamedTuple):
 
 
 def like_of(tensor: Tensor) -> Like:
-    return Like(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    aside = tensor.storage_offset() % (_ALIGNED // tensor.element_size())
+    return Like(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, aside)
 
 
 class Stretch:

@@ -117,22 +117,24 @@ def best_first_tree(
     scores_BF = torch.zeros(len(roots_B), 1, dtype=torch.float, device=roots_B.device)
     asked_BF = torch.zeros_like(scores_BF, dtype=torch.long)  # the root stands behind no other
     paths_BFJ = roots_B[:, None, None]
-    scores, parents, tokens = [scores_BF], [asked_BF - 1], [roots_B[:, None]]
-    depths, count = [asked_BF[0]], 1
-    first = 0  # of the paths that are asked, among all candidates: the likeliest of their level
+    scores, tokens = [scores_BF], [roots_B[:, None]]
+    above: list[tuple[Tensor, int]] = [(asked_BF, -1)]  # and where what they count begins
+    first, count = 0, 1  # of the paths that are asked, among all candidates; of candidates
     for level in range(num_levels):
         tokens_BFR, log_probs_BFR = guess(level, paths_BFJ, asked_BF)
         kept = min(num_drafted, tokens_BFR.shape[1] * tokens_BFR.shape[2])
         most = 0 if level + 1 == num_levels else min(kept, width or kept)
         given = scores_BF, tokens_BFR, log_probs_BFR, paths_BFJ, kept, most
         scores_BF, above_BF, tokens_BF, longer_BFJ = grow(*given, merges)
-        parents.append(above_BF + first)
+        above.append((above_BF, first))
         tokens.append(tokens_BF)
         scores.append(scores_BF)
         first, count = count, count + kept
-        depths.append(torch.full_like(above_BF[0], level + 1))
         if most:
             scores_BF, asked_BF, paths_BFJ = scores_BF[:, :most], above_BF[:, :most], longer_BFJ
+    # All at once: what is made for each level by itself is a kernel each on a GPU.
+    depths = [torch.full_like(of_level[0], level) for level, (of_level, _) in enumerate(above)]
+    parents = [of_level + begins for of_level, begins in above]
     further = 0 if tail is None else tail.tokens_BL.shape[1] - num_levels
     if tail is not None and further > 0:
         *_, last_B1 = tail.tokens_BL[:, :num_levels].split(1, dim=1)

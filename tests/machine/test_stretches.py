@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from medusa_heads.machine import programs
 from medusa_heads.machine.programs import traced
+from medusa_heads.machine.stretches import like_of
 from tests.machine.test_programs import Counting
 
 
@@ -101,3 +103,33 @@ def test_numbers_are_drawn_in_their_order(
         torch.manual_seed(3)
         outcomes.append([each.clone() for each in run()])
     assert all(map(torch.equal, *outcomes))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("dtype", "aside"), [(torch.long, 1), (torch.float, 3), (torch.bfloat16, 7), (torch.bool, 5)]
+)
+def test_a_part_is_made_for_numbers_where_they_lie(
+    dtype: torch.dtype, aside: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies aside of where a compiler counts on, its code would copy at every call."""
+    monkeypatch.setattr(programs, "_LEAST", 0)
+    kept_NM, eye = torch.ones(6, 16).to(dtype), torch.eye(6)
+    part_N2 = kept_NM[:, aside : aside + 2]
+    offsets: list[int] = []
+
+    class Placing(Counting):
+        def __call__(self, module: Any, given: Any) -> Any:
+            offsets.extend(each.storage_offset() for each in given)
+            assert [each.stride() for each in given] == [part_N2.stride()]
+            return super().__call__(module, given)
+
+    program = traced(lambda: torch.mm(eye, (part_N2 * 2 + 1).float())).compiled(Placing())
+    assert offsets == [aside]
+    assert torch.equal(program()[0], (part_N2 * 2 + 1).float())
+
+
+def test_examples_of_what_is_empty_or_there_again_and_again() -> None:
+    for tensor in (torch.zeros(0, 3), torch.zeros(2, 0, 3), torch.zeros(3)[:, None].expand(3, 4)):
+        example = like_of(tensor).example()
+        assert (example.shape, example.stride()) == (tensor.shape, tensor.stride())
