@@ -86,7 +86,7 @@ class Like(NamedTuple):
 
 
 def like_of(tensor: Tensor) -> Like:
-    aside = tensor.storage_offset() % (_ALIGNED // tensor.element_size())
+    aside = int(tensor.storage_offset()) % (_ALIGNED // tensor.element_size())
     return Like(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, aside)
 
 

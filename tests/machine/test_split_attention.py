@@ -151,7 +151,7 @@ def test_words_and_the_span_of_what_any_token_sees() -> None:
 
 @pytest.mark.parametrize(("tokens", "slots"), [(1, 700), (5, 40), (64, 300)])
 def test_a_kernel_makes_the_same_words(tokens: int, slots: int) -> None:
-    """Of half precision, and of a mask whose rows lie apart."""
+    """Also of half precision, and of rows that lie apart."""
     random = torch.Generator().manual_seed(tokens)
     allowed = torch.rand(3, 1, tokens, slots, generator=random) < 0.3
     allowed[0, ..., : slots // 2] = allowed[1, ..., slots - 7 :] = allowed[2] = False
@@ -277,11 +277,8 @@ for capability in (80, 90):
             BLOCK_M=rows, BLOCK_S=slots, **common,
         )
         add_up = compiled(module._add_up, dtype, capability, 4, BLOCK_P=16, **common)
-        nodes = 16 * size
-        words_seen = compiled(
-            module._words_seen, dtype, capability, 8, BLOCK_N=nodes,
-            BLOCK_S=module._MASK_AT_ONCE // nodes,
-        )
+        held = {"BLOCK_N": 16 * size, "BLOCK_S": module._MASK_AT_ONCE // (16 * size)}
+        words_seen = compiled(module._words_seen, dtype, capability, 8, **held)
         for made in (attend, add_up, words_seen):
             with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
                 file.write(made.asm["cubin"])
