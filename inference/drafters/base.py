@@ -1,7 +1,7 @@
 """What everything that drafts has in common, and what it may remember of a text.
 
 Shapes: B active rows, N nodes, P fresh positions (the most of any row), F tokens read at once, S
-cache slots, D hidden; G keys and values, A attention heads, E their width.
+cache slots, D hidden; G keys and values, A attention heads, E their width, O what a layer gives.
 """
 
 from __future__ import annotations
@@ -204,7 +204,12 @@ class MemoryOnDevice(OnDevice):
         like_GBASE: such keys and values, of as many rows.
         capacity: of positions.
         beside: slots behind them, for what a step drafts.
+
+    Attributes:
+        out_BO: what was read at the texts' ends.
     """
+
+    out_BO: Tensor | None = None
 
     def __init__(self, heads: Any, like_GBASE: Tensor, capacity: int, beside: int = 0) -> None:
         self._heads, self._capacity, self.beside = heads, capacity, beside
@@ -222,6 +227,14 @@ class MemoryOnDevice(OnDevice):
         self._held_GBASE[:, :, :, :known] = memory.held[:, :, :, :known]
         lengths = [length - 1 for length in memory.lengths]
         self._lengths_B.copy_(torch.tensor(lengths, device=self._lengths_B.device))
+
+    def _hand_on(self, out_BO: Tensor) -> None:
+        """Keep what was read at the texts' ends, for the next drafts."""
+        if self.out_BO is None:  # before the first step
+            with torch.inference_mode(False):
+                self.out_BO = torch.empty_like(out_BO)
+            torch._dynamo.mark_static_address(self.out_BO)
+        self.out_BO.copy_(out_BO)
 
     def _write(self, fresh_GBAPE: Tensor, positions_BP: Tensor) -> None:
         """Keys and values of positions of each row."""

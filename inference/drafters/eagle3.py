@@ -87,25 +87,33 @@ class Eagle3TextOnDevice(MemoryOnDevice):
 
     def advance(self, state: DeviceState) -> Branches:
         """See Eagle3Text."""
-        heads, capacity, device = self._heads, self._capacity, self._lengths_B.device
-        hidden_BPD, lengths_B1 = heads.fuse(state.fresh_BPX), self._lengths_B[:, None]
-        positions_BP = lengths_B1 + torch.arange(hidden_BPD.shape[1], device=device)
-        fresh = heads.keys_and_values(hidden_BPD, state.following_BP, positions_BP)
+        assert self.out_BO is not None
+        # The last token of each text stands behind all positions, and drafts behind that.
+        drafts, ends_B = _Drafts(self._held_GBASE, self._capacity + 1), self._lengths_B - 1
+        return Branches(self._heads, drafts, self.out_BO, ends_B, self._visible(ends_B[:, None]))
+
+    def follow(self, state: DeviceState, most: int) -> None:
+        """Read them at once: the next step would have to allow for those of a larger tree."""
+        heads, device, lengths_B1 = self._heads, self._lengths_B.device, self._lengths_B[:, None]
+        hidden_BPD, following_BP = heads.fuse(state.fresh_BPX[:, :most]), state.following_BP
+        positions_BP = lengths_B1 + torch.arange(most, device=device)
+        fresh = heads.keys_and_values(hidden_BPD, following_BP[:, :most], positions_BP)
         self._write(torch.stack(fresh), positions_BP)
         last_B1 = state.last_fresh_B1
-        batch_B1 = torch.arange(len(last_B1), device=device)[:, None]
-        ends_B1, slots_S = lengths_B1 + last_B1, torch.arange(capacity + 1, device=device)
-        visible_BS = (slots_S < ends_B1) | (slots_S == capacity)
-        drafts = _Drafts(self._held_GBASE, capacity)
+        batch_B1, ends_B1 = torch.arange(len(last_B1), device=device)[:, None], lengths_B1 + last_B1
         out_B1D = heads.read(
             hidden_BPD[batch_B1, last_B1],
-            state.following_BP[batch_B1, last_B1],
+            following_BP[batch_B1, last_B1],
             ends_B1,
-            visible_BS[:, None],
-            drafts,
+            self._visible(ends_B1)[:, None],
+            _Drafts(self._held_GBASE, self._capacity),
         )
         self._lengths_B.add_(state.fresh_B)
-        return Branches(heads, drafts, out_B1D[:, 0], ends_B1[:, 0], visible_BS)
+        self._hand_on(out_B1D[:, 0])
+
+    def _visible(self, ends_B1: Tensor) -> Tensor:
+        slots_S = torch.arange(self._capacity + 1, device=ends_B1.device)
+        return (slots_S < ends_B1) | (slots_S == self._capacity)
 
 
 class _Drafts:

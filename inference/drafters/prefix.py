@@ -119,12 +119,10 @@ class PrefixMemory(Memory):
 class PrefixMemoryOnDevice(MemoryOnDevice):
     """The same between steps that are one graph."""
 
-    _encoded_BO: Tensor | None = None
-
     def advance(self, state: DeviceState) -> Tensor:
         """See PrefixMemory."""
-        assert self._encoded_BO is not None
-        return self._encoded_BO
+        assert self.out_BO is not None
+        return self.out_BO
 
     def follow(self, state: DeviceState, most: int) -> None:
         """Read them at once: the next step would have to allow for those of a larger tree."""
@@ -139,8 +137,4 @@ class PrefixMemoryOnDevice(MemoryOnDevice):
         visible_B1S = (torch.arange(capacity, device=device) <= positions_B1)[:, None]
         out_B1O = layer.look(x_B1D, positions_B1, capacity, self._held_GBASE, visible_B1S)
         self._lengths_B.add_(state.fresh_B)
-        if self._encoded_BO is None:  # before the first step
-            with torch.inference_mode(False):
-                self._encoded_BO = torch.empty_like(out_B1O[:, 0])
-            torch._dynamo.mark_static_address(self._encoded_BO)
-        self._encoded_BO.copy_(out_B1O[:, 0])
+        self._hand_on(out_B1O[:, 0])

@@ -176,10 +176,14 @@ class RecycledTrees(Drafter):
 
 def _last_alike(tokens_M: Tensor) -> Tensor:
     """Of each token the last place where it stands."""
-    if len(tokens_M) > _MOST_PAIRED:
-        sorted_M, places_M = tokens_M.sort(stable=True)
-        return places_M[torch.searchsorted(sorted_M, tokens_M, right=True) - 1]
-    # On a GPU less than sorting: of all pairs in one kernel.
+    if tokens_M.is_cuda and len(tokens_M) <= _MOST_PAIRED:
+        return _last_of_pairs(tokens_M)
+    sorted_M, places_M = tokens_M.sort(stable=True)
+    return places_M[torch.searchsorted(sorted_M, tokens_M, right=True) - 1]
+
+
+def _last_of_pairs(tokens_M: Tensor) -> Tensor:
+    """The same of all pairs at once, by fewer kernels: one where they are compiled."""
     places_M = torch.arange(len(tokens_M), device=tokens_M.device)
     return places_M.where(tokens_M[:, None] == tokens_M, 0).amax(dim=1)
 

@@ -238,7 +238,7 @@ class DeviceState(DecodingState):
         torch._foreach_copy_([*of_rows], [new_B1[:, 0] for new_B1 in of_rows.values()])
         moved_B = moves_B1[:, 0]
         counts = [(left_B1 > 0).sum(), moved_B.sum(), count_B1.sum(), self.again_B.amax()]
-        told = [torch.stack(counts), tokens_BA[0]]
+        told = [torch.cat([torch.stack(counts), tokens_BA[0]]).float()]
         if expected_BN is not None:
             own_BN = expected_BN.where(moves_B1, 0.0)
             told.append(own_BN.new_zeros(self._levels + 1 - most))

@@ -1,6 +1,6 @@
 """Other ways to torch's kernels than the usual ones: products in eight bits, for drafts; and
 products by oneDNN's, of a matrix that was rearranged once, where the usual one rearranges it for
-every call.
+every call. And what those of this package have in common: operators, and a trial before they serve.
 
 Shapes: N rows of D inputs each, O outputs.
 """

@@ -1,8 +1,9 @@
 """Buffers of many layers in few tensors, which grow together.
 
-Buffers of one shape lie in stacked tensors, so that moving rows is one gather and one scatter for
-many layers at once. They grow by half, up to the length that was announced. A large cache has
-several stacks, which grow one after the other: the copy of one is all that growing holds beside it.
+Buffers of one shape lie in stacked tensors, so that moving rows is one gather and one scatter, or
+one kernel on a GPU, for many layers at once. They grow by half, up to the length that was
+announced. A large cache has several stacks, which grow one after the other: the copy of one is all
+that growing holds beside it.
 
 Shapes: G stacked buffers (keys and values of several layers), B batch, H key-value heads, C
 capacity in slots, A rows to move, T tokens, X head dimension.

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_FEWEST = 16  # rows of a block: each number of them is another kernel, and paths vary
 _WORDS_OF_WARP = 32 * 8  # that its threads hold in registers
 
 
@@ -20,7 +21,8 @@ def move_rows(stack: Tensor, source_BA: Tensor, destination_BA: Tensor) -> None:
     words = stack.view(torch.int64)
     groups, batch, heads, slots, width = words.shape
     moves = source_BA.shape[1]
-    block_A, block_W = triton.next_power_of_2(moves), triton.next_power_of_2(width)
+    block_A = max(triton.next_power_of_2(moves), _FEWEST)
+    block_W = triton.next_power_of_2(width)
     warps = triton.next_power_of_2(max(block_A * block_W // _WORDS_OF_WARP, 1))
     _move_rows[(groups * batch * heads,)](
         words,
@@ -37,7 +39,7 @@ def move_rows(stack: Tensor, source_BA: Tensor, destination_BA: Tensor) -> None:
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["A", "B", "H", "C"])
 def _move_rows(  # type: ignore[no-untyped-def]
     words,
     sources,

@@ -156,6 +156,17 @@ def test_a_kernel_moves_what_moves(batch: int, moves: int, width: int, dtype: to
     assert watched.written == {moved.untyped_storage().data_ptr(): dtype}
 
 
+def test_what_stays_is_not_written() -> None:
+    """Also where another row is moved to its place."""
+    pytest.importorskip("triton", reason="Triton is made for Linux alone")
+    stack = torch.arange(12.0, device=DEVICE).view(1, 1, 1, 6, 2)
+    source_BA, destination_BA = torch.tensor([[2, 5]]), torch.tensor([[2, 2]])
+    for order in ([0, 1], [1, 0]):
+        moved = stack.clone()
+        _move_rows(moved, source_BA[:, order].to(DEVICE), destination_BA[:, order].to(DEVICE))
+        assert moved[0, 0, 0, 2].tolist() == [10, 11]
+
+
 def test_a_kernel_that_moves_other_rows_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="Triton is made for Linux alone")
     assert stacks._agree(torch.device(DEVICE))

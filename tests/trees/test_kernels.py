@@ -43,7 +43,7 @@ def assert_same(made: Any, expected: Any, atol: float = 1e-5) -> None:
 
 
 @pytest.mark.parametrize("merges", [False, True])
-@pytest.mark.parametrize(("paths", "ranks", "kept"), [(1, 7, 7), (3, 5, 11), (10, 25, 63)])
+@pytest.mark.parametrize(("paths", "ranks", "kept"), [(1, 7, 7), (3, 5, 11), (10, 40, 63)])
 def test_a_level_keeps_the_likeliest(paths: int, ranks: int, kept: int, merges: bool) -> None:
     given: Any = (*offers(paths, ranks, 2, distinct=not merges), kept, 4, merges)
     made = Level(*kernels.grown_level(*given, SUREST, NEVER))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 from medusa_heads import MedusaModel
 from medusa_heads.inference.adapt.buckets import Buckets
 from medusa_heads.inference.adapt.measure import room
-from medusa_heads.inference.drafters.continuation import continuation
+from medusa_heads.inference.drafters.continuation import TextsOnDevice, continuation
 from medusa_heads.inference.drafters.merged import MergedTrees
 from medusa_heads.inference.engine import reading
 from medusa_heads.inference.lookup.suffix_automaton import SuffixAutomaton
@@ -63,6 +64,21 @@ def test_continuation_is_that_of_the_automaton() -> None:
             follows = own[max(places) : max(places) + 5]
             assert found.tokens_BL[row].tolist()[: len(follows)] == follows
             assert [group >= 0 for group in groups] == [i < len(follows) for i in range(5)]
+
+
+def test_a_text_learns_nothing_of_what_another_drafted() -> None:
+    on_device = TextsOnDevice(torch.zeros(2, 4, dtype=torch.long), 16, 3)
+    numbers = {"lengths_B": [6, 6], "padding_B": [0, 0], "fresh_B": [3, 3]}
+    state: Any = SimpleNamespace(**{name: torch.tensor(of) for name, of in numbers.items()})
+    state.following_BP, counts_2G = torch.full((2, 3), 2), torch.ones(2, 5)
+    on_device._last_2BL.fill_(2)  # the token and its group
+    on_device.advance(state, counts_2G)
+    assert counts_2G[:, 2].gt(6).all()  # six drafts were right
+    on_device._last_2BL.fill_(2)
+    on_device.begin(SimpleNamespace(ids_BS=torch.ones(2, 4, dtype=torch.long)))  # type: ignore[arg-type]
+    known_2G = counts_2G.clone()
+    on_device.advance(state, counts_2G)
+    assert torch.equal(counts_2G, known_2G)
 
 
 def test_each_token_is_offered_once() -> None:

@@ -116,15 +116,12 @@ def test_nodes_of_one_token_write_the_same() -> None:
     assert torch.equal(successors_VR[[3, 5]], last_2R)
 
 
-def test_the_last_of_many_nodes_is_that_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens_M = torch.randint(9, (40,), generator=torch.Generator().manual_seed(0))
-    last_M = recycling._last_alike(tokens_M)
-    assert torch.equal(tokens_M[last_M], tokens_M)
-    assert all(
-        token not in tokens_M[last + 1 :] for token, last in zip(tokens_M, last_M, strict=True)
-    )
-    monkeypatch.setattr(recycling, "_MOST_PAIRED", 39)
-    assert torch.equal(recycling._last_alike(tokens_M), last_M)
+def test_the_last_of_pairs_is_that_of_sorted_tokens() -> None:
+    tokens_M = torch.randint(9, (40,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    last_M = recycling._last_of_pairs(tokens_M)
+    for token, last in zip(tokens_M, last_M, strict=True):
+        assert token == tokens_M[last] and token not in tokens_M[last + 1 :]
+    assert torch.equal(recycling._last_alike(tokens_M.cpu()), last_M.cpu())
 
 
 NAN = float("nan")
