@@ -76,7 +76,11 @@ own=(--shape own --dtype float32 --must_be_identical)
 # stream ask the host.
 if [[ $DEVICE == cuda* ]] && "$PYTHON" -c "import pytest" 2>/dev/null; then
     recorded=(tests/machine/test_recording.py tests/{target/graphs,inference/models}/test_captured.py)
-    part tests 120 env MEDUSA_HEADS_TEST_DEVICE="$DEVICE" "$PYTHON" -m pytest "${recorded[@]}" &
+    kernels_of=(tests/{trees/test_kernels,target/test_stacks,target/graphs/test_joined}.py)
+    kernels_of+=(tests/machine/test_split_attention.py tests/inference/engine/test_device_loop.py)
+    "$PYTHON" -c "import xdist" 2>/dev/null && processes=(-n 8) || processes=()
+    part tests 120 env MEDUSA_HEADS_TEST_DEVICE="$DEVICE" "$PYTHON" -m pytest "${processes[@]}" \
+        "${recorded[@]}" "${kernels_of[@]}" &
 fi
 measure lossless 120 "${own[@]}" --decodings greedy sampled --methods "${stream[@]}" &
 measure lossless-batch 120 "${own[@]}" --batch_sizes 8 \
