@@ -30,6 +30,7 @@ _WIDEST = {torch.float32: 128, torch.float16: 256, torch.bfloat16: 256}  # heads
 _BOTH = ("usual", "split")
 _HELD = 128 << 20  # bytes that no GPU's own memory holds, where it does not say
 _MOST_BYTES = 1 << 30
+_MASK_OF_ONE = 1 << 17  # numbers of a row's mask, which one processor of a GPU reads
 _ODD = 3  # slots besides whole blocks
 _SEEN = 0.9  # of the slots in use, by each token
 _WARM_UP, _ROUNDS = 3, 9
@@ -246,7 +247,8 @@ def replayed(
 def _seen(mask_B1NS: Tensor) -> Tensor:
     """What `split_attention` is told of a mask of numbers, of zeros and of what is not seen: its
     words [B, S + 2]. N is at most 64."""
-    if mask_B1NS.is_cuda:  # by one kernel, not a dozen
+    few = mask_B1NS.shape[1:].numel() <= _MASK_OF_ONE and mask_B1NS.element_size() <= 4
+    if mask_B1NS.is_cuda and few:  # by one kernel, not a dozen
         from medusa_heads.machine.split_attention import words_seen
 
         with torch.cuda.device_of(mask_B1NS):
