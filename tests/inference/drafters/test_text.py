@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import StoppingCriteriaList
 
+from medusa_heads.inference.drafters.merged import MergedTrees
 from medusa_heads.inference.drafters.text import TextSource
 from medusa_heads.inference.engine.rows import Row, StopCheck
+from medusa_heads.trees.dynamic_tree import Guess
 
 
 def test_greedy_text_says_nothing_of_drawn_text() -> None:
@@ -52,3 +55,30 @@ def test_what_luck_says_of_copied_tokens() -> None:
     for few in (by_chance[i : i + 500] for i in range(0, len(by_chance), 500)):
         chance, right = (sum(each) / len(few) for each in zip(*few, strict=True))
         assert abs(chance - right) < 0.12, (chance, right)
+
+
+class _Offering:
+    """A part that offers one token at each level, behind whatever path."""
+
+    depth, reads_prompt = 3, False
+
+    def guess(self, state: Any) -> Guess:
+        def offered(level: int, paths_BFJ: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+            tokens_BF1 = torch.full_like(paths_BFJ[..., :1], [9, 3, 8][level])
+            return tokens_BF1, torch.full_like(tokens_BF1, -0.5, dtype=torch.float)
+
+        return offered
+
+
+def test_the_text_goes_on_behind_its_own_path_alone() -> None:
+    """And not where another path ends in the same token."""
+    row = Row(0, 1, torch.tensor([1, 2, 3, 4, 5, 6, 1]), StopCheck(StoppingCriteriaList()))
+    numbers = {"rows": [row], "roots_B": torch.tensor([1]), "noise": None, "drawing": "greedy"}
+    state: Any = SimpleNamespace(**numbers, padding=[0], memories={})
+    tree = MergedTrees([_Offering()], 9).propose(state)  # type: ignore[list-item]
+    tokens, parents = tree.tokens_BN[0].tolist(), tree.parents_BN[0].tolist()
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tokens[1:], parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    assert {(2, 3, 4), (9, 3, 8), (2, 3, 4, 5, 6)} <= {*paths}
+    assert (9, 3, 4) not in paths
