@@ -186,10 +186,6 @@ class OnDevice:
 
     beside = 0
 
-    def begin(self, memory: Any) -> None:
-        """Go on with what was read of this text."""
-        raise NotImplementedError
-
     def follow(self, state: DeviceState, most: int) -> None:
         """A step has committed at most so many tokens of each row. By default they are taken in
         where the next drafts are made."""

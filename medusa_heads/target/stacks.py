@@ -97,7 +97,7 @@ def _agree(device: torch.device) -> bool:
     return True
 
 
-_tried = Tried(lambda device: _agree(device), "rows of caches are moved by torch's own kernels")
+_tried = Tried(_agree, "rows of caches are moved by torch's own kernels")
 
 
 def _move_gathered(stack: Tensor, source_BA: Tensor, destination_BA: Tensor) -> None:
