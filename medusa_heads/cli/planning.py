@@ -33,6 +33,7 @@ def show_plan_of(
     of its steps take; only the first process does."""
     from rich.console import Console
 
+    from medusa_heads.training.arguments.batch import check_filled
     from medusa_heads.training.data.sample import show_sample
     from medusa_heads.training.hidden.device_map import load_placed
     from medusa_heads.training.hidden.meta_target import meta_target
@@ -43,6 +44,7 @@ def show_plan_of(
     target = meta_target(command.to_target, args.device if args.world_size == 1 else None)
     data, rows, size = planned_text(command, target, args, num_heads)
     planned = plan(target, data, size)
+    check_filled(args, size.rows)
     if args.process_index != 0:
         return
     print_choices()

@@ -133,3 +133,15 @@ def test_a_dry_run_plans_the_steps_of_the_run(
     assert taken(*overwritten, "--per_device_train_batch_size", "8") == 5
     on = "--num_train_epochs", "2", "--resume_from_checkpoint", "last"
     assert planned(*on) == "10 of 8" and taken(*on) == 10
+
+
+def test_a_dry_run_refuses_what_leaves_no_batch(
+    target_folder: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = flags(target_folder, chats, tmp_path / "run", "--on_bad_row", "skip")
+    settings = '{"use_cpu": true, "dataloader_drop_last": true}'
+    given += ["--training_args", settings, "--per_device_train_batch_size", "64"]
+    for more in ([], ["--dry_run"]):
+        assert main([*given, *more]) == 2
+        told = capsys.readouterr().err
+        assert "dataloader_drop_last leaves no batch: 38 rows do not fill one of 64" in told

@@ -59,8 +59,7 @@ def fit_batch(
     """
     if not getattr(args, "rows_by_text", False):
         return 1.0
-    # A batch is that of all processes where accelerate splits it among them.
-    split = bool(getattr(args.accelerator_config, "split_batches", False))
+    split = _split(args)
     multiple, processes = (args.world_size, 1) if split else (1, args.world_size)
     together = args.gradient_accumulation_steps * processes
     most = MOST_ROWS
@@ -79,3 +78,18 @@ def fit_batch(
         return 1.0
     learnt = max(size * together * learnt_of_row, LEAST_LEARNT)  # of fewer nothing is known
     return math.sqrt(min(learnt / TUNED_LEARNT, 1.0))
+
+
+def check_filled(args: TrainingArguments, rows: int | None) -> None:
+    """Raises ValueError: the rows do not fill a batch, and none is taken that is not full."""
+    batch = args.train_batch_size * (1 if _split(args) else args.world_size)
+    if args.dataloader_drop_last and rows is not None and rows < batch:
+        raise ValueError(
+            f"dataloader_drop_last leaves no batch: {rows} rows do not fill one of {batch}; lower "
+            "per_device_train_batch_size, or give more text"
+        )
+
+
+def _split(args: TrainingArguments) -> bool:
+    """Whether a batch is that of all processes, among whom accelerate splits it."""
+    return bool(getattr(args.accelerator_config, "split_batches", False))

@@ -28,6 +28,7 @@ from medusa_heads.files import expanded, replace_json
 from medusa_heads.target.fingerprint import weights_sums
 from medusa_heads.target.recurrent import is_recurrent
 from medusa_heads.target.target import TargetModel
+from medusa_heads.training.arguments.batch import check_filled
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.arguments.training import use_one_gpu
@@ -116,7 +117,7 @@ class Run:
     def begin(self, facts: Mapping[str, Any]) -> None:
         """Note what the story should tell of the run; make room, or refuse to go on from another
         one's checkpoint."""
-        _check_filled(self.data, self.args)
+        check_filled(self.args, None if self.data.is_stream else len(self.data.rows))
         self._facts = facts
         if self.args.process_index == 0:
             for sentence in self.data.warnings:
@@ -262,16 +263,6 @@ def prepare_sets(
         accelerator_config: Any = args.accelerator_config
         args.accelerator_config = replace(accelerator_config, dispatch_batches=False)
     return data
-
-
-def _check_filled(data: TrainingData, args: TrainingArguments) -> None:
-    """Raises ValueError: the rows do not fill a batch, and none is taken that is not full."""
-    batch = args.train_batch_size * args.world_size
-    if args.dataloader_drop_last and not data.is_stream and len(data.rows) < batch:
-        raise ValueError(
-            f"dataloader_drop_last leaves no batch: {len(data.rows)} rows do not fill one of "
-            f"{batch}; lower per_device_train_batch_size, or give more text"
-        )
 
 
 def _names(given: Any, argument: str) -> list[str]:

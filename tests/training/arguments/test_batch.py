@@ -15,7 +15,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from medusa_heads.config import HeadsConfig
 from medusa_heads.files import read_json
 from medusa_heads.target.target import TargetModel
-from medusa_heads.training.arguments.batch import StepsBefore, fit_batch
+from medusa_heads.training.arguments.batch import StepsBefore, check_filled, fit_batch
 from medusa_heads.training.arguments.rates import RunArguments
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.runs.heads import train_heads
@@ -70,6 +70,20 @@ def test_processes_share_a_step() -> None:
     args.accelerator_config = config
     assert fit_batch(args, 200, 128) == 0.5 * 2**0.5
     assert args.per_device_train_batch_size == 2
+
+
+@pytest.mark.parametrize(("split", "needed"), [(False, 12), (True, 6)])
+def test_a_batch_of_all_processes_is_filled(split: bool, needed: int) -> None:
+    args = arguments(per_device_train_batch_size=6)
+    args.__class__ = OfTwo
+    config: Any = AcceleratorConfig(split_batches=split)
+    args.accelerator_config = config
+    check_filled(args, 1)
+    args.dataloader_drop_last = True
+    for rows in (needed, None):  # None: of a stream
+        check_filled(args, rows)
+    with pytest.raises(ValueError, match=f"{needed - 1} rows do not fill one of {needed};"):
+        check_filled(args, needed - 1)
 
 
 @pytest.mark.parametrize(
