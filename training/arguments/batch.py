@@ -30,11 +30,13 @@ class StepsBefore(NamedTuple):
         batch_size: of each process.
         processes: that shared a step.
         accumulated: batches of each that made a step.
+        split: a batch was that of all processes.
     """
 
     batch_size: int | None = None
     processes: int = 1
     accumulated: int = 1
+    split: bool = False
 
 
 def fit_batch(
@@ -59,13 +61,12 @@ def fit_batch(
     """
     if not getattr(args, "rows_by_text", False):
         return 1.0
-    split = _split(args)
-    multiple, processes = (args.world_size, 1) if split else (1, args.world_size)
+    multiple, processes = (args.world_size, 1) if _split(args) else (1, args.world_size)
     together = args.gradient_accumulation_steps * processes
     most = MOST_ROWS
     by_text = rows and getattr(args, "rates_by_width", False) and args.max_steps <= 0
     if before is not None and before.batch_size is not None:
-        each, of_all = before.batch_size, 1 if split else before.processes
+        each, of_all = before.batch_size, 1 if before.split else before.processes
         wanted, most = each * of_all * before.accumulated, max(each, MOST_ROWS)
     elif rows and by_text:
         usual = round(rows * args.num_train_epochs / USUAL_STEPS)

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 from transformers import TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from medusa_heads.contents import STATE_FILE
 from medusa_heads.files import read_json, replace_file
@@ -134,7 +135,9 @@ def steps_before(checkpoint: str | None) -> StepsBefore:
         part.get(name) if isinstance(part, dict) else None
         for part, name in ((loaded, "processes"), (given, "gradient_accumulation_steps"))
     )
-    return StepsBefore(_count(size), _count(processes) or 1, _count(accumulated) or 1)
+    accelerated = given.get("accelerator_config") if isinstance(given, dict) else None
+    split = isinstance(accelerated, dict) and accelerated.get("split_batches") is True
+    return StepsBefore(_count(size), _count(processes) or 1, _count(accumulated) or 1, split)
 
 
 def _count(told: object) -> int | None:
@@ -159,7 +162,12 @@ def _told(checkpoint: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _as_json(value: Any) -> Any:
-    return json.loads(json.dumps(value, default=lambda v: getattr(v, "value", None) or str(v)))
+    def plain(part: Any) -> Any:
+        if isinstance(part, AcceleratorConfig):
+            return part.to_dict()
+        return getattr(part, "value", None) or str(part)
+
+    return json.loads(json.dumps(value, default=plain))
 
 
 def _plain(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from medusa_heads.training.arguments.batch import StepsBefore, check_filled, fit
 from medusa_heads.training.arguments.rates import RunArguments
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.runs.heads import train_heads
-from medusa_heads.training.runs.record import steps_before
+from medusa_heads.training.runs.record import changed_arguments, steps_before, write_run
 from medusa_heads.training.runs.resumable import last_checkpoint
 
 
@@ -94,6 +94,7 @@ def test_a_batch_of_all_processes_is_filled(split: bool, needed: int) -> None:
         (2, 1, (8, 1, 1), 4),
         (2, 1, (3, 1, 1), 2),
         (2, 1, (8, 2, 1), 8),
+        (2, 1, (8, 2, 1, True), 4),
         (1, 2, (16, 1, 1), 8),  # of half the memory
         (1, 1, (3, 1, 4), 12),
         (1, 1, (8, 8, 1), 16),  # no more than a process usually takes
@@ -101,7 +102,7 @@ def test_a_batch_of_all_processes_is_filled(split: bool, needed: int) -> None:
     ],
 )
 def test_a_resumed_run_keeps_the_rows_of_its_steps(
-    processes: int, accumulated: int, before: tuple[int, int, int], kept: int
+    processes: int, accumulated: int, before: tuple[Any, ...], kept: int
 ) -> None:
     # Whatever else is given.
     args = arguments(learning_rate=1e-3, max_steps=9, gradient_accumulation_steps=accumulated)
@@ -167,8 +168,21 @@ def test_a_run_chooses_by_its_text_and_goes_on_so(
 def test_a_checkpoint_that_tells_nothing_of_its_steps(size: object, tmp_path: Path) -> None:
     (tmp_path / "trainer_state.json").write_text(json.dumps({"train_batch_size": size}))
     assert steps_before(str(tmp_path)) == steps_before(None) == StepsBefore()
-    (tmp_path / "run.yaml").write_text("target_loaded: [1]\ntraining_arguments: 3\n")
-    assert steps_before(str(tmp_path)) == StepsBefore()
+    for given in ("3", "{accelerator_config: 3}"):
+        (tmp_path / "run.yaml").write_text(f"target_loaded: [1]\ntraining_arguments: {given}\n")
+        assert steps_before(str(tmp_path)) == StepsBefore()
+
+
+def test_a_checkpoint_tells_whether_its_batches_were_split(tmp_path: Path) -> None:
+    (tmp_path / "trainer_state.json").write_text('{"train_batch_size": 8}')
+    config: Any = AcceleratorConfig(split_batches=True)
+    args = arguments()
+    args.accelerator_config = config
+    write_run(
+        tmp_path,
+        {"target_loaded": {"processes": 2}, "training_arguments": changed_arguments(args)},
+    )
+    assert steps_before(str(tmp_path)) == StepsBefore(8, 2, 1, split=True)
 
 
 def test_a_full_batch_is_asked_for_when_its_size_is_known(
