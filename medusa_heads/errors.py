@@ -3,6 +3,12 @@ change."""
 
 from __future__ import annotations
 
+import errno
+import os
+
+# In the system's words, which safetensors repeats, and in those of torch.save.
+_FULL_DISK = (os.strerror(errno.ENOSPC), "PytorchStreamWriter", "unexpected pos")
+
 
 class UnsupportedArchitecture(ValueError):
     """The target cannot be decoded exactly with a token tree: what in the architecture prevents it,
@@ -29,6 +35,11 @@ def first_line(error: BaseException) -> str:
     announces the others."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return " ".join(" ".join(lines).split()) if lines[0].endswith(":") else lines[0]
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether the system or a library says that a file could not be written for want of room."""
+    return any(words in str(error) for words in _FULL_DISK)
 
 
 def forget_frames(error: BaseException) -> None:

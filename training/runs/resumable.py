@@ -26,6 +26,7 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from medusa_heads.contents import STATE_FILE, foreign_model, trained_in
+from medusa_heads.errors import first_line, is_disk_full
 from medusa_heads.files import check_folder, expanded, read_json
 from medusa_heads.training.runs.record import RUN_FILE
 
@@ -236,3 +237,16 @@ def remove_checkpoint(checkpoint: Path) -> None:
     """Remove a checkpoint; at no moment a part of it looks like a whole."""
     (checkpoint / STATE_FILE).unlink(missing_ok=True)
     shutil.rmtree(checkpoint, ignore_errors=True)
+
+
+@contextmanager
+def writing(checkpoint: Path) -> Iterator[None]:
+    """Within the block a checkpoint is written. Where there is no room for it, nothing of it stays.
+    Raises OSError: there is none; torch and safetensors do not say where."""
+    try:
+        yield
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        remove_checkpoint(checkpoint)
+        raise OSError(f"{checkpoint} was not written to its end: {first_line(error)}") from error

@@ -278,13 +278,13 @@ class TaughtTrainer(Trainer, ABC):
         return better
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        folder = Path(self._get_output_dir(trial=trial))
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        checkpoint = Path(self._get_output_dir(trial=trial)) / name
         if self.args.should_save:
-            resumable.remove_checkpoint(
-                folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            )
+            resumable.remove_checkpoint(checkpoint)
         self.accelerator.wait_for_everyone()
-        super()._save_checkpoint(model, trial)
+        with resumable.writing(checkpoint):
+            super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
         # The last that every process writes; what follows is trainer_state.json.

@@ -7,7 +7,6 @@ main = command("medusa-heads env", show, __doc__, "target")  # both of them
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import select
@@ -26,7 +25,7 @@ from medusa_heads.cli.choices import forget_choices
 from medusa_heads.cli.flags.config_file import read_config
 from medusa_heads.cli.flags.parser import make_parser
 from medusa_heads.cli.flags.unknown_names import explain_flag
-from medusa_heads.errors import MedusaWarning
+from medusa_heads.errors import MedusaWarning, is_disk_full
 from medusa_heads.masking import masked, without_passwords
 from medusa_heads.settings import flag_name
 
@@ -37,8 +36,6 @@ _NOISE = ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward
 _SIGPIPE = 13  # which some systems do not have
 _LONGEST = 1200  # characters of a sentence
 _AGAIN = 0.2  # seconds, in which a hook of the interpreter's is surely over
-# In the system's words, which safetensors repeats, and in those of torch.save.
-_FULL_DISK = (os.strerror(errno.ENOSPC), "PytorchStreamWriter", "unexpected pos")
 
 
 def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> int:
@@ -66,7 +63,7 @@ def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> in
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _nobody_reads():
             return 128 + _SIGPIPE
-        full = any(words in str(error) for words in _FULL_DISK)
+        full = is_disk_full(error)
         # Of torch by its name: most commands end without importing it.
         crowded = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
         expected = full or crowded or isinstance(error, ValueError | OSError)

@@ -1,4 +1,4 @@
-"""Best heads, early stopping, Ctrl-C and SIGTERM."""
+"""Best heads, early stopping, Ctrl-C, SIGTERM, and a full disk."""
 
 import json
 import shutil
@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import SchedulerType, TrainerCallback
 
 from medusa_heads.config import HeadsConfig
+from medusa_heads.errors import is_disk_full
 from medusa_heads.heads import MedusaHeads
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.runs.callbacks import Interruptions
@@ -285,3 +286,15 @@ def test_sigterm_ends_with_a_checkpoint_that_goes_on_exactly(
     assert curve == expected_curve
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     assert signal.getsignal(signal.SIGTERM) == handler
+
+
+def test_a_full_disk_is_named_and_no_part_of_a_checkpoint_stays(
+    target: TargetModel, make_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = torch.save
+    monkeypatch.setattr(torch, "save", lambda state, _, **more: save(state, "/dev/full", **more))
+    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
+    trainer = HeadsTrainer(heads, target, quick(tmp_path, 1), make_rows(8), make_rows(4))
+    with pytest.raises(OSError, match="checkpoint-1 was not written to its end: ") as full:
+        trainer.train()
+    assert is_disk_full(full.value) and not list(tmp_path.glob("checkpoint-*"))
