@@ -66,9 +66,10 @@ class BestSoFar(TrainerCallback):
 class Interruptions(TrainerCallback):
     """Checkpoints that a run can be resumed from exactly, also after SIGTERM.
 
-    - On SIGTERM the step in hand is finished, a checkpoint written, and the process ends with exit
-      code 143. A second SIGTERM ends it at once. transformers' `enable_jit_checkpoint` saves in the
-      middle of a step, and goes on as if training had come to its end.
+    - On SIGTERM the step in hand is finished, and evaluated where that is due, a checkpoint
+      written, and the process ends with exit code 143. A second SIGTERM ends it at once.
+      transformers' `enable_jit_checkpoint` saves in the middle of a step, and goes on as if
+      training had come to its end.
     - A loss line comes with every checkpoint, and with every evaluation, behind which one may be
       saved. The lines after it then average over the same steps whether the run was interrupted
       there or not.
@@ -95,12 +96,16 @@ class Interruptions(TrainerCallback):
             control.should_evaluate |= args.eval_strategy == IntervalStrategy.STEPS
             control.should_save |= args.save_strategy == SaveStrategy.STEPS
         self._stopping = any_process(self._told, args.device)  # all after the same step
-        if self._stopping:
+        # An epoch's evaluation comes behind its last step, and is not made up for later.
+        ends_epoch = state.epoch % 1 == 0 or state.global_step >= state.max_steps
+        if self._stopping and not (ends_epoch and args.eval_strategy == IntervalStrategy.EPOCH):
             control.should_save = control.should_training_stop = True
         control.should_log |= control.should_save or control.should_evaluate
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """As after a step."""
+        if self._stopping:
+            control.should_save = control.should_training_stop = True
         control.should_log |= control.should_save or control.should_evaluate
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

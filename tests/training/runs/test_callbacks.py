@@ -199,15 +199,15 @@ def test_what_was_best_by_another_measure_is_forgotten(
         assert f"the best so far was chosen {said}: it is forgotten" in caplog.text
 
 
-class Tell(TrainerCallback):
-    """Sends SIGTERM to this process in the middle of a step."""
+class Send(TrainerCallback):
+    """Sends a signal to this process in the middle of a step."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, which: int = signal.SIGTERM) -> None:
+        self.step, self.which = step, which
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step + 1 == self.step:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(self.which)
 
 
 class Fail(TrainerCallback):
@@ -229,18 +229,7 @@ def test_a_run_that_fails_hands_sigterm_back(
     assert signal.getsignal(signal.SIGTERM) == handler
 
 
-class Interrupt(TrainerCallback):
-    """Ctrl-C behind a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            signal.raise_signal(signal.SIGINT)
-
-
-@pytest.mark.parametrize(("step", "said"), [(1, False), (5, True)])
+@pytest.mark.parametrize(("step", "said"), [(2, False), (6, True)])
 def test_who_interrupts_a_run_is_told_how_it_goes_on(
     step: int,
     said: bool,
@@ -250,7 +239,7 @@ def test_who_interrupts_a_run_is_told_how_it_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
-    args, callbacks = quick(tmp_path, 8, save_steps=4), [Interrupt(step)]
+    args, callbacks = quick(tmp_path, 8, save_steps=4), [Send(step, signal.SIGINT)]
     trainer = HeadsTrainer(heads, target, args, make_rows(20), make_rows(4), callbacks=callbacks)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
@@ -258,31 +247,36 @@ def test_who_interrupts_a_run_is_told_how_it_goes_on(
     assert (sentence in caplog.text) == said == ("interrupted" in caplog.text)
 
 
+@pytest.mark.parametrize(
+    ("often", "told"),
+    [({"save_steps": 4}, 5), ({"save_steps": 4}, 8), ({}, 5), ({}, 6), ({}, 8)],
+)
 def test_sigterm_ends_with_a_checkpoint_that_goes_on_exactly(
-    target: TargetModel, make_rows: Rows, tmp_path: Path
+    often: dict[str, Any], told: int, target: TargetModel, make_rows: Rows, tmp_path: Path
 ) -> None:
     rows = make_rows(20)
     handler = signal.getsignal(signal.SIGTERM)
 
     def run(folder: str, *more: TrainerCallback, resume: Path | None = None) -> Any:
         heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
-        args = quick(tmp_path / folder, 8, save_steps=4, logging_steps=1)
+        args = quick(tmp_path / folder, 8, logging_steps=1, **often)
         callbacks = [Interruptions(), *more]
         trainer = HeadsTrainer(heads, target, args, rows, make_rows(4), callbacks=callbacks)
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-        curve = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        log = trainer.state.log_history
+        curve = [entry[name] for entry in log for name in ("loss", "eval_loss") if name in entry]
         return curve, heads.state_dict()
 
     expected_curve, expected = run("whole")
     with pytest.raises(SystemExit) as stopped:
-        run("told", Tell(5))
+        run("told", Send(told))
     assert stopped.value.code == 143
     checkpoint = last_checkpoint(tmp_path / "told")
-    assert checkpoint is not None and checkpoint.name == "checkpoint-5" and is_whole(checkpoint)
+    assert checkpoint == tmp_path / "told" / f"checkpoint-{told}" and is_whole(checkpoint)
     assert signal.getsignal(signal.SIGTERM) == handler
     # The folder may have been moved meanwhile; the best heads are found all the same.
     (tmp_path / "told").rename(tmp_path / "moved")
-    curve, found = run("moved", resume=tmp_path / "moved" / "checkpoint-5")
+    curve, found = run("moved", resume=tmp_path / "moved" / checkpoint.name)
     assert curve == expected_curve
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     assert signal.getsignal(signal.SIGTERM) == handler
