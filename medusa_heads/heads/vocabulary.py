@@ -5,6 +5,7 @@ Shapes: D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor
@@ -18,9 +19,10 @@ class HasVocabulary(Protocol):
 
 
 def vocabulary(target: HasVocabulary) -> tuple[Tensor, Tensor | None]:
-    """The lm_head's weight [V, D] and bias [V] or None; ValueError where it is quantised, or no
-    matrix."""
+    """The lm_head's weight [V, D] and bias [V] or None; ValueError where it is quantised, no
+    matrix, or not all: an adapter adds to it."""
     lm_head = target.get_output_embeddings()
+    _check_merged(lm_head, "lm_head")
     weight_VD = getattr(lm_head, "weight", None)
     if not _is_plain(weight_VD) or weight_VD.ndim != 2:
         raise ValueError(
@@ -35,11 +37,25 @@ def _is_plain(weight: object) -> TypeGuard[Tensor]:
     return isinstance(weight, Tensor) and weight.is_floating_point()
 
 
+def _check_merged(module: object, name: str) -> None:
+    peft: Any = sys.modules.get("peft.tuners.tuners_utils")  # no adapter where nobody imported it
+    if peft is None or not isinstance(module, peft.BaseTunerLayer):
+        return
+    adapter: Any = module
+    if not (adapter.merged or adapter.disable_adapters):
+        raise ValueError(
+            f"an adapter changes the target's {name}, which heads share: merge it first "
+            "(merge_and_unload)"
+        )
+
+
 def embeddings(target: HasVocabulary, hidden_size: int) -> Tensor:
-    """The token embeddings [V, D]; ValueError where they are quantised, or not as wide as the
-    hidden state."""
+    """The token embeddings [V, D]; ValueError where they are quantised, not as wide as the hidden
+    state, or not all: an adapter adds to them."""
     model: Any = target
-    weight_VD = getattr(model.get_input_embeddings(), "weight", None)
+    module = model.get_input_embeddings()
+    _check_merged(module, "token embeddings")
+    weight_VD = getattr(module, "weight", None)
     if not _is_plain(weight_VD) or weight_VD.shape[1:] != (hidden_size,):
         raise ValueError(
             "hydra, block and eagle3 heads and prefix attention need a target with unquantised "

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from medusa_heads.config import IGNORED, HeadsConfig
 from medusa_heads.heads import frequent_tokens, new_heads
@@ -76,3 +77,21 @@ def test_embeddings_in_double_precision_are_read(tiny_llama: TinyLlama, kind: An
     assert double.config == single.config
     scales = double._embedding_scale, single._embedding_scale
     assert scales[0] == pytest.approx(scales[1])
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("lm_head", "lm_head"), ("embed_tokens", "token embeddings")]
+)
+def test_an_adapter_of_a_shared_matrix_is_merged_first(
+    tiny_llama: TinyLlama, module: str, name: str
+) -> None:
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=[module], init_lora_weights=False)
+    adapted, config = get_peft_model(tiny_llama(), lora), HeadsConfig(kind="hydra")
+    with pytest.raises(ValueError, match=f"an adapter changes the target's {name}, .* merge it"):
+        new_heads(adapted, config)
+    with adapted.disable_adapter():
+        new_heads(adapted, config)
+    adapted.merge_adapter()
+    new_heads(adapted, config)
+    others = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False)
+    new_heads(get_peft_model(tiny_llama(), others), config)
