@@ -171,12 +171,23 @@ def rehearse(
     surest = max(map(dict, data.held_out), key=_longest_run)  # there every head has a true token
     held = [surest, *(row for row in held if row != surest)][: len(held)]
     half = rows[: len(rows) // 2]
-    if not half:  # of a single row its second part, where answers stand
-        half = [{name: value[len(value) // 2 :] for name, value in rows[0].items()}]
+    if not half:
+        half = [_second_half(rows[0])]
     less = held[: max(len(held) // 2, 1)]
     with _quiet():
         small = _measure(train, target, data, args, half, less)
         return small, _measure(train, target, data, args, rows, held)
+
+
+def _second_half(row: dict[str, Any]) -> dict[str, Any]:
+    """Of a row its second part, where answers stand; of a packed one the document that is cut in
+    two begins there."""
+    half = {name: value[len(value) // 2 :] for name, value in row.items()}
+    if "position_ids" in half:
+        positions = list(half["position_ids"])
+        begun, ends = positions[0], [*positions, 0].index(0)
+        half["position_ids"] = [place - begun for place in positions[:ends]] + positions[ends:]
+    return half
 
 
 def _measure(

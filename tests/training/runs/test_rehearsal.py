@@ -30,6 +30,7 @@ from medusa_heads.training.runs.rehearsal import (
     Course,
     Line,
     Measured,
+    _second_half,
     duration,
     forecast,
     padded,
@@ -136,6 +137,21 @@ def test_a_batch_of_one_row_is_halved_in_length(
     train = partial(train_heads, config=HeadsConfig(num_heads=2))
     small, large = rehearse(train, target, data, args)
     assert large.tokens == 2 * small.tokens == Course.of(data, args).most_tokens
+
+
+@pytest.mark.parametrize(
+    ("positions", "half"),
+    [
+        ([0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 2, 0]),
+        ([0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 2, 3]),
+        ([0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3]),
+    ],
+)
+def test_the_half_of_a_packed_row_begins_with_a_document(
+    positions: list[int], half: list[int]
+) -> None:
+    row = {"input_ids": list(range(8)), "position_ids": positions}
+    assert _second_half(row) == {"input_ids": [4, 5, 6, 7], "position_ids": half}
 
 
 def test_rows_without_anything_to_learn_are_passed_over(
