@@ -105,12 +105,12 @@ class HeadsTrainer(TaughtTrainer):
 
     def _groups(self) -> list[dict[str, Any]] | None:
         """Where the rate is a default, each part gets what suits it."""
-        if not by_width(self.args):
-            return None
+        return rate_groups(self.heads, self.args, self._decaying()) if by_width(self.args) else None
+
+    def _decaying(self) -> list[nn.Parameter]:
         trained: Any = self.model
         names = set(self.get_decay_parameter_names(trained))
-        decaying = [p for name, p in trained.named_parameters() if name in names]
-        return rate_groups(self.heads, self.args, decaying)
+        return [part for name, part in trained.named_parameters() if name in names]
 
     def _loss(self, model: nn.Module, inputs: Inputs, items: Any) -> Tensor:
         hidden_BTD = self.hidden_states.of_step(inputs)

@@ -237,7 +237,9 @@ class JointTrainer(HeadsTrainer):
 
     def _groups(self) -> list[dict[str, Any]]:
         """The heads, then the adapter."""
-        of_heads = rate_groups(self.heads, self.args, decaying=list(self.heads.parameters()))
+        # All in one where nothing decays, as in checkpoints of earlier versions.
+        decaying = self._decaying() if self.args.weight_decay else list(self.heads.parameters())
+        of_heads = rate_groups(self.heads, self.args, decaying)
         adapter = {"params": list(self.joint.adapter.parameters()), "lr": self._adapter_rate}
         return [*of_heads, {**adapter, "weight_decay": self.args.weight_decay}]
 

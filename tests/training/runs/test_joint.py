@@ -46,6 +46,21 @@ def test_heads_learn_alone_first_then_both_at_their_own_rates(
     assert target.weights_digest() == TargetModel(target.model).weights_digest(with_adapter=False)
 
 
+@pytest.mark.parametrize("rate", [None, 1e-3])
+def test_norms_and_biases_do_not_decay(
+    rate: float | None, target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    heads = fresh(target, kind="eagle3")
+    args = arguments(tmp_path, weight_decay=0.1, learning_rate=rate)
+    with adapted(target, SMALL) as model:
+        trainer = JointTrainer(heads, target, model, args, make_rows(8), config=SMALL)
+        groups = trainer.create_optimizer().param_groups
+    decays = {id(part): group["weight_decay"] for group in groups for part in group["params"]}
+    of_norms = [decays[id(part)] for name, part in heads.named_parameters() if "norm" in name]
+    others = [decays[id(part)] for part in heads.parameters() if part.ndim == 2]
+    assert set(of_norms) == {0.0} and set(others) == {0.1}
+
+
 @pytest.mark.parametrize("kind", ["medusa", "eagle3"])
 @pytest.mark.parametrize("at", [1, 4], ids=["in the warm-up", "behind it"])
 def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(
