@@ -258,9 +258,9 @@ def prepare_sets(
         corpus, held_out = load_corpora(settings, **in_memory)
         limits: dict[str, Any] = {"num_heads": num_heads, "max_steps": args.max_steps}
         data = prepare_data(target, corpus, held_out, tokenizer, settings, seed=args.seed, **limits)
-    if data.is_stream:
+    accelerator_config: Any = args.accelerator_config
+    if data.is_stream or accelerator_config.dispatch_batches:
         # Batches of rows of unequal lengths cannot be joined by one process and dealt out.
-        accelerator_config: Any = args.accelerator_config
         args.accelerator_config = replace(accelerator_config, dispatch_batches=False)
     return data
 
