@@ -56,6 +56,9 @@ class TaughtTrainer(Trainer, ABC):
         "prediction_loss_only": False,
         "batch_eval_metrics": False,
         "eval_do_concat_batches": True,
+        # Whose dtype what was trained would take on, and be stored in.
+        "bf16_full_eval": False,
+        "fp16_full_eval": False,
         "push_to_hub": False,  # the folder as it is, with all that a run leaves there
         "save_only_model": False,  # nothing could be resumed, and `auto` would begin anew
     }

@@ -261,9 +261,9 @@ def test_the_last_checkpoint_is_resumed(
             "gradient_checkpointing has no place in this training",
         ),
         (
-            {"training_args": {"use_cpu": True, "save_only_model": True}},
+            {"training_args": {"use_cpu": True, "bf16_full_eval": True}},
             {},
-            "save_only_model has no place in this training: leave it out, got True",
+            "bf16_full_eval has no place in this training: leave it out, got True",
         ),
         (
             {"training_args": {"use_cpu": True, "dataloader_drop_last": True}},
