@@ -38,8 +38,8 @@ class Beginning:
     of `decode`.
 
     Args:
-        among: how many rows these may come to be decoded with, themselves included; by default
-            themselves alone.
+        among: how many rows these may come to be decoded with; by default themselves alone.
+        random: what the seed of keyed noise is drawn from. Default: as torch's own generator goes.
 
     Raises:
         ValueError: an option that tree decoding cannot honour, by name.
@@ -68,6 +68,7 @@ class Beginning:
         rng: Rng,
         model_kwargs: dict[str, Any],
         among: int | None = None,
+        random: torch.Generator | None = None,
     ) -> None:
         config = generation_config
         model: Any = target.model
@@ -106,7 +107,7 @@ class Beginning:
             if trusted == "recurrent":
                 raise rule.refusal("beside a recurrent state", "use the target's own generate()")
             self.state.position_rule, self.in_whole_steps = rule, False
-        self._target, self._drafter, self._rng = target, drafter, rng
+        self._target, self._drafter, self._rng, self._random = target, drafter, rng, random
         self._input_ids_BT, self._model_kwargs = input_ids_BT, model_kwargs
         # On a GPU transformers would compile the forward that reads a prompt in parts, as the cache
         # has a fixed capacity: it can be a part of a graph only where a tree is verified.
@@ -126,7 +127,7 @@ class Beginning:
             state.warpers = self._processors if self._sampled else None
             if self._sampled and self._rng == "keyed" and isinstance(rule, SampleThenMatch):
                 # Drawn once a call, so that the next call draws anew.
-                seed = int(torch.randint(1 << 62, (), device="cpu"))
+                seed = int(torch.randint(1 << 62, (), generator=self._random, device="cpu"))
                 state.noise = rule.noise = Noise(seed, state.rows, state.padding)
             reading: AbstractContextManager[list[Tensor]] = nullcontext([])
             if self._drafter.reads_prompt:

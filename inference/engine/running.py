@@ -133,13 +133,13 @@ class RunningBatch:
         """
         assert len(self.rows) < self.max_rows
         model: Any = self._target.model
-        with self._lock, torch.random.fork_rng(devices=[]):
-            if seed is not None:
-                torch.default_generator.manual_seed(seed)
+        # Its own: other threads of the process may draw numbers meanwhile.
+        random = None if seed is None else torch.Generator().manual_seed(seed)
+        with self._lock:
             row: Row = model.generate(
                 input_ids_1T,
                 attention_mask=torch.ones_like(input_ids_1T),
-                custom_generate=partial(self._join, streamer=streamer),
+                custom_generate=partial(self._join, streamer=streamer, random=random),
                 **options,
             )
         return row
@@ -153,6 +153,7 @@ class RunningBatch:
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         streamer: Any,
+        random: torch.Generator | None,
         synced_gpus: bool = False,
         **model_kwargs: Any,
     ) -> Row:
@@ -172,6 +173,7 @@ class RunningBatch:
             rng="keyed",
             model_kwargs=model_kwargs,
             among=self.max_rows if together else 1,
+            random=random,
             **self._options,
         )
         state = beginning.state

@@ -5,9 +5,10 @@ Shapes: T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -78,14 +79,18 @@ def of_one_kind(count: int) -> list[Guest]:
 
 
 def host(batch: RunningBatch, visitors: Sequence[Guest]) -> list[list[int]]:
-    """What each of them wrote; those that leave, up to where they left."""
+    """What each of them wrote; those that leave, up to where they left. While they join others draw
+    random numbers, as threads of a program may, and are not given the same ones again."""
     waiting, rows, left = list(enumerate(visitors)), dict[int, Row](), set[int]()
     joined: dict[int, int] = {}
     step = 0
     while waiting or batch.rows:
         if waiting and waiting[0][1].joins <= step and len(batch.rows) < batch.max_rows:
             place, guest = waiting.pop(0)
-            rows[place] = batch.add(guest.inputs(), seed=guest.seed, **guest.options)
+            drawn = torch.get_rng_state()
+            with mock.patch.object(batch, "_join", _while_others_draw(batch._join)):
+                rows[place] = batch.add(guest.inputs(), seed=guest.seed, **guest.options)
+            assert not torch.equal(drawn, torch.get_rng_state())
             joined[place] = step
         for place, row in rows.items():
             leaves = visitors[place].leaves
@@ -96,6 +101,14 @@ def host(batch: RunningBatch, visitors: Sequence[Guest]) -> list[list[int]]:
         assert not failed, failed
         step += 1
     return [rows[place].tokens for place in range(len(visitors))]
+
+
+def _while_others_draw(join: Callable[..., Row]) -> Callable[..., Row]:
+    def joined(*args: Any, **settings: Any) -> Row:
+        torch.rand(1)
+        return join(*args, **settings)
+
+    return joined
 
 
 def check(batch: RunningBatch, visitors: Sequence[Guest], model: Any) -> None:
