@@ -31,7 +31,8 @@ _SHAPES = re.compile(
         | xox[abeoprs]-[\w-]{8,} | AIza[\w-]{30,} | ya29\.[\w-]{10,}           # Slack, Google
         | npm_[A-Za-z0-9]{20,} | pypi-[\w-]{16,} | nvapi-[\w-]{16,} | gsk_\w{20,} | r8_\w{20,}
         | wandb_v\d+_\w{20,} | dop_v1_\w{20,} | dckr_pat_[\w-]{16,}
-        | (?=[a-z0-9/+]*[A-Z])(?=[A-Z0-9/+]*[a-z])(?=[A-Za-z/+]*\d)[A-Za-z0-9/+]{40}(?![\w/+=])
+        | (?=[a-z0-9/+]{0,39}[A-Z])(?=[A-Z0-9/+]{0,39}[a-z])(?=[A-Za-z/+]{0,39}\d)
+          [A-Za-z0-9/+]{40}(?![\w/+=])
         | eyJ[\w-]{8,}(?:\.[\w-]*){1,4}                                     # JSON web tokens
     ) | -----BEGIN[ ][A-Z ]*PRIVATE[ ]KEY-----.*?(?:-----END[ ][A-Z ]*PRIVATE[ ]KEY-----|\Z)
     """,
@@ -45,9 +46,10 @@ _HEADER = re.compile(r"(?i)\b(authorization[\"']?\s*[:=]\s*[\"']?)(?:[a-z]+\s+)?
 _FORTY_HEX = re.compile(r"(?<![A-Za-z0-9])[0-9a-f]{40}(?![A-Za-z0-9])")
 _COMMIT = re.compile(r"(?i)(@|(revision|commit|sha\d*|git|snapshots|blob|tree|resolve)\W{1,4})$")
 _COMMIT_NAME = re.compile(r"(^|_)(sha\d*|revision|commit|commit_hash|oid)$")
-# NAME=value, "name": "value", --name value; of which the value is not read yet.
+# NAME=value, "name": "value", --name value; of which the value is not read yet. From each place of a
+# text a name of some length alone is looked for: else that takes the square of the text's length.
 _NAMED = re.compile(
-    r"""(?<![A-Za-z0-9])(?P<name>-{0,2}[A-Za-z][\w.-]*)
+    r"""(?<![A-Za-z0-9])(?P<name>-{0,2}[A-Za-z][\w.-]{0,199})
         (?P<between>\\*["']?\s*[=:]\s*\\*["']? | \s+(?!-))""",
     re.VERBOSE,
 )
