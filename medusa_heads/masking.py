@@ -46,8 +46,8 @@ _HEADER = re.compile(r"(?i)\b(authorization[\"']?\s*[:=]\s*[\"']?)(?:[a-z]+\s+)?
 _FORTY_HEX = re.compile(r"(?<![A-Za-z0-9])[0-9a-f]{40}(?![A-Za-z0-9])")
 _COMMIT = re.compile(r"(?i)(@|(revision|commit|sha\d*|git|snapshots|blob|tree|resolve)\W{1,4})$")
 _COMMIT_NAME = re.compile(r"(^|_)(sha\d*|revision|commit|commit_hash|oid)$")
-# NAME=value, "name": "value", --name value; of which the value is not read yet. From each place of a
-# text a name of some length alone is looked for: else that takes the square of the text's length.
+# NAME=value, "name": "value", --name value; of which the value is not read yet. From each place a
+# name of some length alone is looked for: else that takes the square of the text's length.
 _NAMED = re.compile(
     r"""(?<![A-Za-z0-9])(?P<name>-{0,2}[A-Za-z][\w.-]{0,199})
         (?P<between>\\*["']?\s*[=:]\s*\\*["']? | \s+(?!-))""",

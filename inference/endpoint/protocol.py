@@ -143,7 +143,7 @@ class Reader:
     def _max_tokens(self, given: Mapping[str, Any], prompt: int, *, chat: bool) -> int:
         limit = self._target.max_positions
         room = _MOST_TOKENS if limit is None else limit - prompt
-        usual = max(min(room, _MOST_TOKENS), 1) if chat else _COMPLETION_TOKENS
+        usual = max(min(room, _MOST_TOKENS if chat else _COMPLETION_TOKENS), 1)
         asked = [name for name in ("max_completion_tokens", "max_tokens") if name in given]
         if len({repr(given[name]) for name in asked}) > 1:
             raise ValueError(f"{asked[0]} and {asked[1]} say different things: leave one out")
@@ -165,7 +165,7 @@ def _message(message: Any) -> dict[str, Any]:
     if message["role"] not in ROLES:  # a template may write out any role, which no text here has
         role = message["role"][:_LONGEST_ROLE]
         raise ValueError(f"there is no role {role!r} here, only {', '.join(ROLES)}")
-    given = {name: value for name, value in message.items() if value is not None}
+    given = {name: value for name, value in message.items() if value is not None and value != []}
     content = given.get("content")
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]

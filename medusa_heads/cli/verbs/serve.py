@@ -47,7 +47,7 @@ def serve(arguments: ServeArguments) -> None:
         raise ValueError(f"cache_gb must be above 0 and finite, got {arguments.cache_gb}")
     api_key = None
     if arguments.api_key_variable is not None:
-        api_key = os.environ.get(arguments.api_key_variable)
+        api_key = os.environ.get(arguments.api_key_variable, "").strip()  # as headers are
         if not api_key:
             raise ValueError(
                 f"the environment variable {arguments.api_key_variable} holds no API key: set it, "

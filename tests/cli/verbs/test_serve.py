@@ -67,7 +67,7 @@ def test_a_process_serves_until_it_is_told_to_end(checkpoint: Path) -> None:
     command = [sys.executable, "-m", "medusa_heads.cli.main", "serve", str(checkpoint / "heads")]
     command += ["--target", str(checkpoint / "target"), "--tree", "chain", "--port", "0"]
     command += ["--api_key_variable", "KEY", "--model_name", "tiny"]
-    environment = {**os.environ, "KEY": "s3cret"}
+    environment = {**os.environ, "KEY": "s3cret\r"}  # of a file with Windows' ends
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None
         said = ""

@@ -34,6 +34,8 @@ def test_what_is_asked_for(reader: Reader, tokenizer: Any) -> None:
     assert (text.seed, list(text.stop), asked.stream) == (7, ["x"], True)
     assert read(reader, temperature=0).text.options == {"do_sample": False}
     assert read(reader).text.options == {} and read(reader).text.max_tokens == 16
+    for left, most in ((20, 16), (5, 5)):  # what is left of the context, where that is less
+        assert read(reader, prompt=[4] * (512 - left)).text.max_tokens == most
     seeds = {read(reader).text.seed for _ in range(4)}
     assert len(seeds) == 4  # who names no seed gets another text each time
     for prompt in ([4, 5, 6], [[4, 5, 6]]):
@@ -60,9 +62,11 @@ def test_a_conversation_is_rendered(reader: Reader, tokenizer: Any) -> None:
 def test_an_answer_comes_back_with_all_that_it_has_not(reader: Reader, tokenizer: Any) -> None:
     """As `message.model_dump()` of OpenAI's client makes it."""
     lacks = dict.fromkeys(["refusal", "annotations", "audio", "function_call", "tool_calls"])
-    said = {"role": "assistant", "content": "x", **lacks}
-    asked = read(reader, chat=True, messages=[said, {"role": "user", "content": "y", "name": None}])
-    assert tokenizer.decode(asked.text.prompt) == "a:x<end>u:ya:"
+    for none in (None, []):
+        said = {"role": "assistant", "content": "x", **lacks, "tool_calls": none}
+        talk = [said, {"role": "user", "content": "y", "name": None}]
+        asked = read(reader, chat=True, messages=talk)
+        assert tokenizer.decode(asked.text.prompt) == "a:x<end>u:ya:"
 
 
 def test_a_template_that_writes_names_is_told_them(model: Any) -> None:
@@ -97,7 +101,7 @@ def test_a_special_token_to_stop_at(reader: Reader, tokenizer: Any) -> None:
         ({"prompt": [4, 9999]}, "the target has no token 9999"),
         ({"prompt": [-1]}, "the target has no token -1"),
         ({"prompt": "\ud800"}, "half of a character"),
-        ({"prompt": "a" * 510}, "do not fit the target's context of 512"),
+        ({"prompt": "a" * 512}, "do not fit the target's context of 512"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"max_tokens": 1.5}, "max_tokens must be a whole number"),
         ({"max_tokens": True}, "max_tokens must be a whole number"),
@@ -135,7 +139,7 @@ def test_what_cannot_be_had(reader: Reader, body: dict[str, Any], sentence: str)
         ([{"role": "user", "content": 3}], "content must be text"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "content must be text"),
         ([{"role": "user", "content": "\udc00"}], "half of a character"),
-        ([{"role": "user", "content": "a", "tool_calls": []}], "tool_calls"),
+        ([{"role": "user", "content": "a", "tool_calls": [{}]}], "tool_calls"),
     ],
 )
 def test_conversations_that_cannot_be_answered(
