@@ -62,7 +62,7 @@ def test_a_conversation_is_rendered(reader: Reader, tokenizer: Any) -> None:
 def test_an_answer_comes_back_with_all_that_it_has_not(reader: Reader, tokenizer: Any) -> None:
     """As `message.model_dump()` of OpenAI's client makes it."""
     lacks = dict.fromkeys(["refusal", "annotations", "audio", "function_call", "tool_calls"])
-    for none in (None, []):
+    for none in [None, list[Any]()]:
         said = {"role": "assistant", "content": "x", **lacks, "tool_calls": none}
         talk = [said, {"role": "user", "content": "y", "name": None}]
         asked = read(reader, chat=True, messages=talk)
