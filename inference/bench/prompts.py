@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from medusa_heads.data.chat import ask_ids
 from medusa_heads.files import expanded, half_character, parse_json
@@ -21,6 +21,7 @@ class Question:
     turns: tuple[str, ...]  # one behind the other, each behind the answer to the one before
     category: str | None = None  # what kind of text it is, where the file says so
     chat: bool = False  # asked through the target's chat template, where it has one
+    system: str | None = None  # what stands before the first turn of a chat
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,10 @@ def held_out_prompts(
 def read_questions(file: str | Path) -> list[Question]:
     """Questions of a file: `.jsonl`, or one a line.
 
-    An object of a `.jsonl` file has a string under `prompt` or `text`, or a list of them under
-    `turns` as in Spec-Bench's `question.jsonl`; `category` may be beside it. Raises ValueError: the
-    file is missing, holds no prompt, or a line that cannot be read."""
+    An object of a `.jsonl` file has a string under `prompt` or `text`, a list of them under `turns`
+    as in Spec-Bench's `question.jsonl`, or `messages`, of which those of the user are asked, and
+    answered by the target; `category` may be beside it. Raises ValueError: the file is missing,
+    holds no prompt, or a line that cannot be read."""
     path = expanded(file)
     if not path.is_file():
         raise ValueError(f"expected a file of prompts at {str(file)!r}, found none")
@@ -78,19 +80,42 @@ def _json_question(line: str, place: str) -> Question:
     except ValueError as error:
         raise ValueError(f"{place} is not JSON ({error})") from error
     row = row if isinstance(row, dict) else {}
-    chat = "turns" in row
-    turns = row["turns"] if chat else [row.get("prompt", row.get("text"))]
+    chat = not row.keys().isdisjoint(("turns", "messages"))
+    system: str | None = None
+    turns: Any
+    if "messages" in row:
+        system, turns = _asked(row["messages"], place)
+    else:
+        turns = row["turns"] if chat else [row.get("prompt", row.get("text"))]
     if not isinstance(turns, list) or not turns or not all(t and isinstance(t, str) for t in turns):
         raise ValueError(
-            f"{place}: expected an object with a string under 'prompt' or 'text', or a list of "
-            "strings under 'turns'"
+            f"{place}: expected an object with a string under 'prompt' or 'text', a list of "
+            "strings under 'turns', or messages of a user under 'messages'"
         )
-    if any(half_character(turn) is not None for turn in turns):
+    if any(half_character(text) is not None for text in (*turns, system or "")):
         raise ValueError(f"{place} holds half a character (a surrogate): write it anew")
     category = row.get("category")
     if category is not None and not isinstance(category, str):
         raise ValueError(f"{place}: expected a string under 'category', got {category!r}")
-    return Question(tuple(turns), category, chat)
+    return Question(tuple(turns), category, chat, system)
+
+
+def _asked(messages: object, place: str) -> tuple[str | None, list[str]]:
+    """What the system says, and what the user asks, in a conversation of texts."""
+    rows = messages if isinstance(messages, list) else []
+    said: list[tuple[Any, Any]] = [
+        (row.get("role"), row.get("content")) if isinstance(row, dict) else ("", None)
+        for row in rows
+    ]
+    system = said.pop(0)[1] if said and said[0][0] == "system" else None
+    known = all(role in ("user", "assistant") for role, _ in said)
+    texts = [content for _, content in said] + [system or ""]
+    if not known or not all(isinstance(text, str) for text in texts):
+        raise ValueError(
+            f"{place}: expected texts of a user and an assistant under 'messages', behind one of a "
+            "system if there is any"
+        )
+    return system, [content for role, content in said if role == "user"]
 
 
 def encode_questions(
@@ -117,7 +142,8 @@ def _turn(
     if question.chat and tokenizer.chat_template:
         tokens = _in_template(question, tokenizer, answers)
     else:  # question, answer, question, with an empty line between them
-        text = "\n\n" * bool(answers) + asked + "\n\n" * question.chat
+        begin = "\n\n" if answers else question.system + "\n\n" if question.system else ""
+        text = begin + asked + "\n\n" * question.chat
         new = tokenizer(text, add_special_tokens=not before, verbose=False)["input_ids"]
         tokens = [*before, *new]
 
@@ -132,7 +158,8 @@ def _in_template(
     question: Question, tokenizer: PreTrainedTokenizerBase, answers: Sequence[list[int]]
 ) -> list[int]:
     texts = [str(tokenizer.decode(answer, skip_special_tokens=True)) for answer in answers]
-    messages = [{"role": "user", "content": question.turns[0]}]
+    messages = [] if question.system is None else [{"role": "system", "content": question.system}]
+    messages.append({"role": "user", "content": question.turns[0]})
     for answer, asked in zip(texts, question.turns[1:], strict=False):
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": asked}]
     return ask_ids(tokenizer, messages)

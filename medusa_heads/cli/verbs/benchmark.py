@@ -59,7 +59,7 @@ class BenchmarkArguments(DeviceFlag, RemoteCodeFlag):
     batch_sizes: list[int] = flag([1], "Prompts decoded together.")
     prompts: str | None = flag(
         None,
-        "Prompts, one a line, or .jsonl with prompt, text, or turns and category as in "
+        "Prompts, one a line, or .jsonl with prompt, text, messages, or turns and category as in "
         "Spec-Bench. Default: windows of Python's standard library, from packages that no "
         "training here has seen: give your own prompts for a chat model.",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,19 @@ def test_questions_of_spec_bench(tmp_path: Path) -> None:
     assert read_questions(tmp_path / "question.jsonl") == [Question(("one", "two"), "math", True)]
 
 
+def test_a_conversation_is_what_its_user_asks(tokenizer: Any, tmp_path: Path) -> None:
+    system = {"role": "system", "content": "s"}
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "no"}]
+    rows: list[Any] = [{"messages": [*talk, talk[0]]}, {"messages": [system, *talk]}]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    read = read_questions(tmp_path / "chats.jsonl")
+    assert read == [Question(("q", "q"), chat=True), Question(("q",), chat=True, system="s")]
+    assert encode_questions(read[1:], tokenizer) == [Prompt(ids("s\n\nq\n\n"))]
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }};{% endfor %}a"
+    assert encode_questions(read[1:], tokenizer) == [Prompt(ids("ss;uq;a"))]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -72,7 +86,19 @@ def test_questions_of_spec_bench(tmp_path: Path) -> None:
         ("list.jsonl", '["prompt"]\n', "line 1: expected an object"),
         ("number.jsonl", '{"prompt": 3}\n', "line 1: expected an object"),
         ("none.jsonl", '{"turns": []}\n', "line 1: expected an object"),
-        ("turn.jsonl", '{"turns": ["a", ""]}\n', "or a list of strings under 'turns'"),
+        ("turn.jsonl", '{"turns": ["a", ""]}\n', "a list of strings under 'turns'"),
+        ("talk.jsonl", '{"messages": []}\n', "or messages of a user under 'messages'"),
+        ("odd.jsonl", '{"messages": [3]}\n', "expected texts of a user and an assistant under"),
+        (
+            "tool.jsonl",
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]}\n',
+            "expected texts of a user and an assistant under",
+        ),
+        (
+            "image.jsonl",
+            '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}\n',
+            "expected texts of a user and an assistant under",
+        ),
         ("kind.jsonl", '{"prompt": "a", "category": 3}\n', "a string under 'category', got 3"),
         ("half.jsonl", '{"prompt": "a\\ud800"}\n', "line 1 holds half a character"),
         ("half.jsonl", '{"turns": ["a", "\\udfff"]}\n', "line 1 holds half a character"),
