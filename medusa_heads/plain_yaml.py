@@ -7,6 +7,10 @@ from typing import Any
 MOST_VALUES = 100_000
 """Of a YAML file, its aliases spelt out: a few lines of them can stand for billions."""
 
+MOST_BRACKETS = 200
+"""Within each other. PyYAML looks at every open one again at each token, and would only run out of
+stack far behind them all."""
+
 
 def parse_yaml(text: str) -> Any:
     """YAML that names a key once and makes plain data; of several values for one key, a plain
@@ -24,6 +28,11 @@ def parse_yaml(text: str) -> Any:
                     )
                 seen.add(key.value)
             return super().construct_mapping(node, deep)
+
+        def fetch_flow_collection_start(self, token: Any) -> None:
+            if self.flow_level == MOST_BRACKETS:
+                raise RecursionError
+            super().fetch_flow_collection_start(token)
 
     try:
         loader = Loader(text)
