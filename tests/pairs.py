@@ -1,8 +1,8 @@
-"""Pairs of parameters, of which half are quick."""
+"""Pairs and triples of parameters, of which some are quick."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -15,4 +15,16 @@ def alternately(some: Iterable[Any], others: Iterable[Any]) -> list[Any]:
         pytest.param(one, other, marks=[] if (i + j) % 2 == 0 else [pytest.mark.slow])
         for i, one in enumerate(some)
         for j, other in enumerate(columns)
+    ]
+
+
+def meeting(some: Sequence[Any], others: Sequence[Any], more: Sequence[Any]) -> list[Any]:
+    """All triples of three columns of one length: any two values of different columns are together
+    in a quick one."""
+    assert len(some) == len(others) == len(more)
+    return [
+        pytest.param(a, b, c, marks=[] if (i + j + k) % len(some) == 0 else [pytest.mark.slow])
+        for i, a in enumerate(some)
+        for j, b in enumerate(others)
+        for k, c in enumerate(more)
     ]

@@ -14,10 +14,11 @@ from medusa_heads.trees.dynamic_tree import Tail, best_first_tree, likeliest
 from medusa_heads.trees.levels import NEVER, SUREST, Level
 from tests.conftest import DEVICE
 from tests.elsewhere import compiled_elsewhere
+from tests.pairs import alternately, meeting
 
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
-B = 3
+B, BAD = 3, (-torch.inf, torch.nan)
 
 
 @pytest.fixture
@@ -98,8 +99,7 @@ def chances(small: bool) -> Any:
     return guess, Tail(tail, told)
 
 
-@pytest.mark.parametrize("small", [False, True])
-@pytest.mark.parametrize("nodes", [1, 7, 23])
+@pytest.mark.parametrize(("nodes", "small"), alternately((1, 7, 23), (False, True)))
 def test_a_tree_is_the_one_that_torch_makes(
     small: bool, nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,17 +122,17 @@ def test_a_tree_is_the_one_that_torch_makes(
     assert_same(smaller[1], smaller[0])
 
 
-@pytest.mark.parametrize("first", [0.0, -60.0, -torch.inf, torch.nan])
-@pytest.mark.parametrize("later", [0.0, -1.0, -torch.inf, torch.nan])
-@pytest.mark.parametrize("nodes", [3, 15, 40, 63])
+@pytest.mark.parametrize(
+    ("first", "later", "nodes"),
+    meeting((0.0, -60.0, *BAD), (0.0, -1.0, *BAD), (3, 15, 40, 63)),
+)
 @pytest.mark.usefixtures("served")
 def test_no_node_stands_without_its_parent(first: float, later: float, nodes: int) -> None:
     tokens_R = torch.arange(16, device=DEVICE)
 
     def guess(level: int, paths_BFJ: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
         shape = (*paths_BFJ.shape[:2], 16)
-        chance = later if level else first
-        return tokens_R.expand(shape), torch.full(shape, chance, device=DEVICE)
+        return tokens_R.expand(shape), torch.full(shape, later if level else first, device=DEVICE)
 
     tree = best_first_tree(torch.tensor([7], device=DEVICE), guess, nodes, 5, 10)
     parents_N, depth_N = tree.parents_BN[0, 1:], tree.depth_BN[0]
@@ -141,10 +141,13 @@ def test_no_node_stands_without_its_parent(first: float, later: float, nodes: in
     assert torch.equal(tree.ancestors_BNN[0].sum(dim=1), depth_N + 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("columns", "count"), [(1024, 8), (2049, 16), (5000, 3)])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    alternately([(1024, 8), (2049, 16), (5000, 3)], [torch.float32, torch.bfloat16]),
+)
 @pytest.mark.usefixtures("served")
-def test_the_largest_are_those_of_topk(columns: int, count: int, dtype: torch.dtype) -> None:
+def test_the_largest_are_those_of_topk(size: tuple[int, int], dtype: torch.dtype) -> None:
+    columns, count = size
     random = torch.Generator().manual_seed(columns)
     x = torch.rand(2, 3, columns, generator=random).argsort(dim=-1).to(DEVICE, dtype)
     values, ids = kernels.best(x, count)
