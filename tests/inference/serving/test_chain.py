@@ -1,5 +1,6 @@
 """What engines that verify chains should count, against this package's own engine."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import BlockHeads, DraftHeads, MedusaHeads
 from medusa_heads.inference.models.medusa import MedusaModel
+from medusa_heads.inference.serving import chain
 from medusa_heads.inference.serving.chain import check_chain, greedy, simulate_chain
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
@@ -44,6 +46,21 @@ def heads(target: TargetModel, request: pytest.FixtureRequest) -> DraftHeads:
         loss.backward()
         optimizer.step()
     return made.eval().requires_grad_(False)
+
+
+@pytest.fixture
+def written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that goes on is written once for all its lengths, as a greedy one begins as a longer
+    one does."""
+    written: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def known(target: TargetModel, prompt: Sequence[int], new_tokens: int) -> torch.Tensor:
+        if tuple(prompt) not in written:
+            written[tuple(prompt)] = greedy(target, prompt, NEW_TOKENS + 4)
+        assert new_tokens <= NEW_TOKENS + 4
+        return written[tuple(prompt)][: len(prompt) + new_tokens]
+
+    monkeypatch.setattr(chain, "greedy", known)
 
 
 def plain(target: TargetModel, prompt: list[int], **settings: Any) -> list[int]:
@@ -82,6 +99,7 @@ def test_heads_of_this_test_are_right_sometimes(target: TargetModel, heads: Draf
     assert simulated.accepted_per_position[-1] > 0
 
 
+@pytest.mark.usefixtures("written_once")
 def test_texts_end_with_an_end_token_and_count_their_last_chain_in_full(
     target: TargetModel, heads: DraftHeads
 ) -> None:
@@ -96,6 +114,7 @@ def test_texts_end_with_an_end_token_and_count_their_last_chain_in_full(
         assert ended.texts == [full.texts[0][:length]]
 
 
+@pytest.mark.usefixtures("written_once")
 @pytest.mark.parametrize("draft_tokens", [1, 4])
 def test_chains_may_end_with_the_text(
     target: TargetModel, heads: DraftHeads, draft_tokens: int
