@@ -1,4 +1,4 @@
-"""300 damaged checkpoints: each is refused in one sentence, or what is loaded is what was saved."""
+"""144 damaged checkpoints: each is refused in one sentence, or what is loaded is what was saved."""
 
 from __future__ import annotations
 
@@ -90,26 +90,27 @@ def test_a_shape_that_torch_cannot_hold(tmp_path: Path, size: int) -> None:
         assert "\n" not in str(refused.value) and "frame #" not in str(refused.value)
 
 
-# How many of the fifty must be refused: all that a checksum sees. What changes no tensor may load:
+TRIALS = 4 * len(KINDS)
+# How many of them must be refused: all that a checksum sees. What changes no tensor may load:
 # provenance and the target's name are free text, and a tensor with a checksum of its own is right.
 REFUSED = {
-    "flip_bit": 50,
-    "flip_bit_unnoticed": 45,
-    "truncate": 50,
-    "change_tensor": 44,
-    "change_sidecar": 38,
-    "change_sidecar_bytes": 45,
+    "flip_bit": TRIALS,
+    "flip_bit_unnoticed": 21,
+    "truncate": TRIALS,
+    "change_tensor": 20,
+    "change_sidecar": 17,
+    "change_sidecar_bytes": 21,
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_fifty_of_each_are_refused_or_right(
+def test_some_of_each_are_refused_or_right(
     tiny_llama: TinyLlama, tmp_path: Path, damage: Callable[[Path, random.Random], None]
 ) -> None:
     target = TargetModel(tiny_llama())
     chance = random.Random(damage.__name__)
     refused = 0
-    for trial in range(50):
+    for trial in range(TRIALS):
         folder = tmp_path / str(trial)
         intact = whole(folder, target, KINDS[trial % len(KINDS)])
         damage(folder, chance)
