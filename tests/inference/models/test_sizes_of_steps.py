@@ -22,6 +22,7 @@ from tests.conftest import DEVICE, TinyLlama
 from tests.inference.on_device import NEW, SAMPLING, drawn_planted, planted, text, with_heads
 from tests.inference.padded import padded
 from tests.inference.reference import reference
+from tests.pairs import alternately
 
 
 class InTurns:
@@ -138,8 +139,9 @@ def test_each_number_of_nodes_is_one_graph_for_two_thousand_tokens(
 
 
 @pytest.mark.usefixtures("recorded")
-@pytest.mark.parametrize("options", [{}, SAMPLING], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("tree", ["7", "auto", "dynamic:9"])
+@pytest.mark.parametrize(
+    ("tree", "options"), alternately(("7", "auto", "dynamic:9"), ({}, SAMPLING))
+)
 def test_any_device_may_be_the_default(
     tree: str, options: dict[str, Any], tiny_llama: TinyLlama
 ) -> None:

@@ -18,6 +18,7 @@ from medusa_heads.training.data.prepare import TrainingData
 from medusa_heads.training.data.prepared import INDEX_FILE, prepared
 from medusa_heads.training.data.tokeniser import Tokeniser
 from tests.killed import dies
+from tests.pairs import alternately
 from tests.training import templates
 from tests.training.packing import prepare, table
 
@@ -142,9 +143,12 @@ def whole(
 
 
 @pytest.mark.parametrize(
-    "name", ["part.arrow", "known.arrow", "facts.json", "bins.arrow", INDEX_FILE]
+    ("name", "damage"),
+    alternately(
+        ("part.arrow", "known.arrow", "facts.json", "bins.arrow", INDEX_FILE),
+        ("cut", "flipped", "gone"),
+    ),
 )
-@pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
 def test_damaged_files_are_noticed_and_made_anew(
     name: str,
     damage: str,

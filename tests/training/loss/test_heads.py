@@ -20,6 +20,7 @@ from medusa_heads.training.loss.heads import heads_loss, rows_loss
 from medusa_heads.training.loss.rows import SupervisedRows
 from medusa_heads.training.loss.teacher import Teacher
 from medusa_heads.training.measure.metrics import head_ranks
+from tests.pairs import meeting
 from tests.training.loss_cases import (
     DRAFT_TOKENS,
     LmHead,
@@ -235,9 +236,10 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("vocab_matrix", ["shared", "own"])
-@pytest.mark.parametrize("num_heads", [1, 5])
-@pytest.mark.parametrize("name", ["all", "all by acceptance"])
+@pytest.mark.parametrize(
+    ("vocab_matrix", "num_heads", "name"),
+    meeting(("shared", "own"), (1, 5), ("all", "all by acceptance")),
+)
 def test_no_tensor_outgrows_a_chunk_however_many_heads(
     vocab_matrix: str, num_heads: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

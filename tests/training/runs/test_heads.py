@@ -131,26 +131,26 @@ def test_a_run_that_overwrites_leaves_nothing_of_another_kind(
 
 
 @pytest.mark.parametrize(
-    ("config", "rate"),
+    "config",
     [
-        ({"vocab_matrix": "own"}, 2e-2),
-        ({"kind": "eagle3", "num_heads": 3, "vocab_matrix": "own"}, 2e-2),
+        {"vocab_matrix": "own"},
+        # Another shape of their layer learns in every run, among the tests of arguments.
+        pytest.param({"kind": "eagle3", "vocab_matrix": "own"}, marks=pytest.mark.slow),
     ],
     ids=["medusa", "eagle3"],
 )
 def test_training_makes_heads_better(
-    target: TargetModel, make_rows: Rows, tmp_path: Path, config: dict[str, Any], rate: float
+    target: TargetModel, make_rows: Rows, tmp_path: Path, config: dict[str, Any]
 ) -> None:
-    losses = []
-    rows = make_rows(16)
+    losses, rows = [], make_rows(16)
     for steps in (1, 36):
         train_heads(
             target,
             rows,
             eval_dataset=rows,
-            config=HeadsConfig(**config),
+            config=HeadsConfig(num_heads=3, **config),
             output_dir=tmp_path / str(steps),
-            training_args=quick(tmp_path, steps, learning_rate=rate),
+            training_args=quick(tmp_path, steps),
         )
         metrics = json.loads((tmp_path / str(steps) / "metrics.json").read_text())
         losses.append(metrics["eval_loss"])

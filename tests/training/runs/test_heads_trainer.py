@@ -17,6 +17,7 @@ from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.data.prepare import collate
 from medusa_heads.training.loss.rows import head_labels
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
+from tests.pairs import alternately
 from tests.training.packing import packed_rows
 
 Rows = Callable[..., Dataset]
@@ -150,16 +151,13 @@ def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(
         assert torch.equal(tensor, runs["resumed"][0][key])
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "constant"])
 @pytest.mark.parametrize(
-    "changed",
-    [
-        {"learning_rate": 1e-4},
-        {"weight_decay": 0.5},
-        {"warmup_steps": 4},
-        {"max_steps": 9},
-    ],
-    ids=lambda changed: next(iter(changed)),
+    ("changed", "schedule"),
+    alternately(
+        ({"learning_rate": 1e-4}, {"weight_decay": 0.5}, {"warmup_steps": 4}, {"max_steps": 9}),
+        ("cosine", "constant"),
+    ),
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
 def test_a_resumed_run_goes_on_at_the_rates_it_is_given_now(
     changed: dict[str, Any], schedule: str, target: TargetModel, make_rows: Rows, tmp_path: Path

@@ -20,6 +20,7 @@ from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.data.prepare import collate
 from medusa_heads.training.runs.heads import train_heads
 from medusa_heads.training.runs.joint import JointTrainer, adapted
+from tests.pairs import alternately
 from tests.training.joint_cases import SMALL, Rows, arguments, disturb, fresh
 
 
@@ -61,8 +62,7 @@ def test_norms_and_biases_do_not_decay(
     assert set(of_norms) == {0.0} and set(others) == {0.1}
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
-@pytest.mark.parametrize("at", [1, 4], ids=["in the warm-up", "behind it"])
+@pytest.mark.parametrize(("at", "kind"), alternately((1, 4), ("medusa", "eagle3")))
 def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(
     at: int, kind: str, target: TargetModel, make_rows: Rows, tmp_path: Path
 ) -> None:
