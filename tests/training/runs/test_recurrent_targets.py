@@ -25,7 +25,7 @@ from medusa_heads.training.hidden.states import HiddenStates
 from medusa_heads.training.measure.calibration import measure_heads
 from medusa_heads.training.runs import setup
 from medusa_heads.training.runs.heads import train_heads
-from tests.inference.recurrent import KINDS, prompt, tiny_target, written
+from tests.inference.recurrent import KINDS, prompt, short_target, tiny_target, written
 from tests.training.cache_runs import Runs, same
 from tests.training.joint_cases import SMALL, arguments
 
@@ -71,7 +71,8 @@ QUICK = ("bamba", "lfm2", "qwen3_5_text")
 def test_heads_learn_from_packed_text_of_the_target_and_decode_exactly(
     kind: str, tmp_path: Path
 ) -> None:
-    target, config = tiny_target(kind), HeadsConfig(num_heads=2)
+    short = kind != "nemotron_h"  # whose first two layers attend to nothing
+    target, config = (short_target if short else tiny_target)(kind), HeadsConfig(num_heads=2)
     before, text = target.weights_digest(), own_text(target, tmp_path)
     for row in text.select(range(0, 10, 3)):  # padding before a prompt does not change its answer
         ids = row["input_ids"][: row["labels"].count(-100)]
