@@ -17,9 +17,9 @@ from gguf import GGUFReader
 from medusa_heads.inference.serving.chain import simulate_chain
 from medusa_heads.interop.export import export_heads
 from tests.llama_cpp.target_file import write_target
-from tests.vllm.partly_trained import NEW_TOKENS, NUM_HEADS, load, load_target, prompts, train
+from tests.vllm.partly_trained import NUM_HEADS, load, load_target, prompts, train
 
-COUNT = 4  # prompts
+COUNT, NEW_TOKENS = 3, 48  # prompts and what is written behind each
 TIES = 1  # of two drafts, which are decided by rounding; seen were none
 ENGINE = Path(__file__).with_name("engine.py")
 KINDS = [
@@ -67,7 +67,7 @@ def plain(target: Path) -> list[list[int]]:
 def test_it_accepts_what_the_simulation_accepts(
     kind: str, way: str, folder: Path, target: Path
 ) -> None:
-    checkpoint = train(kind, folder / kind, COUNT)
+    checkpoint = train(kind, folder / kind, COUNT, NEW_TOKENS)
     exported = export_heads(checkpoint, folder / f"{kind}-out", "gguf", target_gguf=str(target))
     (file,) = exported.folder.iterdir()
     (notice,) = exported.notices
@@ -103,7 +103,7 @@ def test_a_quantised_target_keeps_its_text(folder: Path) -> None:
     target = write_target(folder / "q8.gguf", "Q8_0")
     checkpoint = folder / "block-corrected"
     if not checkpoint.exists():
-        train("block-corrected", checkpoint, COUNT)
+        train("block-corrected", checkpoint, COUNT, NEW_TOKENS)
     exported = export_heads(checkpoint, folder / "on-q8", "gguf", target_gguf=str(target))
     assert "known by its sizes alone" in exported.notices[0]
     (file,) = exported.folder.iterdir()

@@ -2,6 +2,7 @@
 enough to be rejected, at every place of a chain."""
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,17 @@ def load_target() -> TargetModel:
     return TargetModel.from_pretrained(str(TARGET), dtype=torch.float32)
 
 
-def train(kind: str, folder: Path, count: int = MOST) -> Path:
+@cache
+def written(count: int, new_tokens: int) -> list[list[int]]:
+    """What the target writes greedily behind so many prompts, which heads of all kinds learn."""
+    target = load_target()
+    return [greedy(target, prompt, new_tokens).tolist() for prompt in prompts(count)]
+
+
+def train(kind: str, folder: Path, count: int = MOST, new_tokens: int = NEW_TOKENS) -> Path:
     """A checkpoint of such heads, by this package's own training, on what they will be asked: so
     many prompts."""
-    target = load_target()
-    rows = [greedy(target, prompt, NEW_TOKENS).tolist() for prompt in prompts(count)]
+    target, rows = load_target(), written(count, new_tokens)
     dataset = Dataset.from_list([{"input_ids": row, "labels": row} for row in rows])
     config = HeadsConfig(num_heads=NUM_HEADS, **KINDS[kind])
     arguments = OptimisationArguments(
