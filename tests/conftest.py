@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -96,16 +96,34 @@ def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medusa_heads.training.measure.report.draw_plots", lambda *_: [])
 
 
-@pytest.fixture(autouse=True)
-def quick_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def quick_kernels() -> Iterator[None]:
     """Large matrices of heads are multiplied in eight bits, and a target's are packed, whatever is
-    measured here."""
+    measured here; also of models that the tests of a module share."""
     from medusa_heads.machine.kernels import has_packed_products
 
-    monkeypatch.setattr("medusa_heads.heads.drafting.int8_gain", lambda _: 2.0)
-    monkeypatch.setattr("medusa_heads.heads.drafting.has_int8_products", lambda: True)
     gain = "medusa_heads.target.packed.packed_gain"
-    monkeypatch.setattr(gain, lambda dtype, *_: 2.0 if has_packed_products(dtype) else 0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("medusa_heads.heads.drafting.int8_gain", lambda _: 2.0)
+        patch.setattr("medusa_heads.heads.drafting.has_int8_products", lambda: True)
+        patch.setattr(gain, lambda dtype, *_: 2.0 if has_packed_products(dtype) else 0.0)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def part_of_the_library() -> Iterator[None]:
+    """A tenth of the library's files: every line of all of them is a place where a text may begin,
+    and those alone take seconds to find and to shuffle."""
+    from medusa_heads.data import corpus
+
+    read = corpus._read_sources
+
+    def some(root: Path, *, held_out: bool) -> Iterator[dict[str, str]]:
+        return islice(read(root, held_out=held_out), 0, None, 1 if held_out else 10)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "_read_sources", some)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,11 @@ from medusa_heads.data.corpus import HELD_OUT, prompt_windows, standard_library
 
 
 @pytest.fixture(scope="module")
+def part_of_the_library() -> None:
+    """All of it."""
+
+
+@pytest.fixture(scope="module")
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token a byte: a window of tokens is a window of text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
