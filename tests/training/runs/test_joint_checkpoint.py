@@ -30,21 +30,28 @@ def trained(
     target_folder: Path, make_rows: Rows, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Path:
     """A folder with heads, medusa's unless a test says otherwise, and adapter, as train_heads
-    leaves it."""
+    leaves it: trained once for all tests."""
+    config: dict[str, Any] = getattr(request, "param", {})
+    if before := _trained.get(str(config)):
+        return shutil.copytree(before, tmp_path / "run")
     target = TargetModel.from_pretrained(str(target_folder))
     digest = target.weights_digest()
     train_heads(
         target,
         make_rows(24),
         eval_dataset=make_rows(6, seed=9),
-        config=HeadsConfig(num_heads=3, **getattr(request, "param", {})),
+        config=HeadsConfig(num_heads=3, **config),
         output_dir=tmp_path / "run",
         training_args=arguments(tmp_path, max_steps=12),
         joint=SMALL,
     )
     assert target.weights_digest() == digest
     assert not any(".lora_" in name for name, _ in target.model.named_parameters())
+    _trained[str(config)] = shutil.copytree(tmp_path / "run", tmp_path / "kept")
     return tmp_path / "run"
+
+
+_trained: dict[str, Path] = {}
 
 
 @pytest.mark.parametrize("trained", [{}, {"kind": "eagle3", "features": (0, 1)}], indirect=True)
@@ -63,18 +70,18 @@ def test_heads_and_adapter_come_back_in_one_call(
 
     prompt = torch.tensor([make_rows(1, length=10, seed=2)["input_ids"][0]])
     base: Any = TargetModel.from_pretrained(str(target_folder)).model
-    plain = base.generate(prompt, max_new_tokens=30, do_sample=False)
+    plain = base.generate(prompt, max_new_tokens=16, do_sample=False)
     tuned: Any = PeftModel.from_pretrained(base, str(trained / "adapter"))
-    expected = tuned.generate(input_ids=prompt, max_new_tokens=30, do_sample=False)
+    expected = tuned.generate(input_ids=prompt, max_new_tokens=16, do_sample=False)
     assert not torch.equal(plain, expected)  # else nothing below would be shown
     for merge in (False, True):
         model = MedusaModel.from_pretrained(trained, merge_adapter=merge, tree=8)
-        got: Any = model.generate(prompt, max_new_tokens=30, do_sample=False)
+        got: Any = model.generate(prompt, max_new_tokens=16, do_sample=False)
         assert torch.equal(got, expected)
         carries = any(".lora_" in name for name, _ in model.target.model.named_parameters())
         assert carries == (not merge)
     in_memory = MedusaModel.from_pretrained(trained, target=tuned, tree=8)
-    got = in_memory.generate(prompt, max_new_tokens=30, do_sample=False)
+    got = in_memory.generate(prompt, max_new_tokens=16, do_sample=False)
     assert torch.equal(got, expected)
     # The digest is of the adapter, not of the dtype it is loaded in.
     rounded = MedusaModel.from_pretrained(trained, dtype=torch.bfloat16)
