@@ -96,7 +96,7 @@ def test_equals_textbook_best_first_search(heads: int, ranks: int, nodes: int, s
             assert paths(tree, row) == by_heap(tokens[row], log_probs[row], nodes)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(nodes=st.integers(1, 24), fewer=st.integers(0, 24), seed=st.integers(0, 99))
 def test_the_likeliest_nodes_are_the_best_tree_of_their_number(
     nodes: int, fewer: int, seed: int
@@ -118,7 +118,7 @@ def test_the_likeliest_nodes_are_the_best_tree_of_their_number(
         assert paths(tree, row) == paths(own, row)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(
     chances=st.lists(
         st.sampled_from([0.0, -1e-8, -1e-7, -3e-6, -0.3, -40.0, NEVER]), min_size=12, max_size=12
