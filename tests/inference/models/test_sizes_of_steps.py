@@ -98,7 +98,7 @@ def test_a_step_moves_no_more_of_the_cache_than_it_verifies(
     auto = TrainingFreeModel(model, compile="steps", compile_backend="eager")
     auto.drafter.sizes = (0, 2, auto.drafter.num_nodes - 1)
     inputs: Any = padded([3, 0], 12)
-    made: Any = auto.generate(**inputs, do_sample=False, max_new_tokens=40)
+    made = text(auto, inputs, max_new_tokens=40)
     assert torch.equal(made, model.generate(**inputs, do_sample=False, max_new_tokens=40))
     assert {1, 3} <= set(moved) and max(moved) <= auto.drafter.num_nodes
 
@@ -148,6 +148,7 @@ def test_any_device_may_be_the_default(
     """Also one that no number is read from."""
     model, inputs = tiny_llama().to(DEVICE), padded([0, 3], 12)
     first, again = (replayed.with_heads(model, tree) for _ in range(2))
+    options = {"max_new_tokens": 12, **options}
     expected = replayed.text(first, inputs, **options)
     with torch.device("meta"):
         for _ in range(3):
