@@ -22,7 +22,7 @@ from tests.conftest import DEVICE
 from tests.inference.planted import BUSHY
 from tests.inference.reference import reference
 
-NEW = 24
+NEW = 18
 HERE = torch.device(DEVICE).type
 # Whether the figures of steps are read a step late; another step has then begun before it is known
 # that all rows have ended.

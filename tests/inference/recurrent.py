@@ -87,7 +87,7 @@ def repeating() -> dict[str, Any]:
 def written(model: Any, inputs: dict[str, Any], **options: Any) -> Any:
     """What its generate() writes; the same seed before every text."""
     torch.manual_seed(7)
-    settings = {**inputs, "max_new_tokens": 48, "do_sample": False, **options}
+    settings = {**inputs, "max_new_tokens": 32, "do_sample": False, **options}
     if isinstance(model, nn.Module):
         return reference(model, **settings)
     return model.generate(**settings)

@@ -85,7 +85,7 @@ def compared(
     ids_BT = torch.randint(199, (3, 9), generator=generator).to(DEVICE)
     mask_BT = torch.ones_like(ids_BT)
     mask_BT[1, :4] = 0
-    options: dict[str, Any] = {"attention_mask": mask_BT, "max_new_tokens": 24, "do_sample": False}
+    options: dict[str, Any] = {"attention_mask": mask_BT, "max_new_tokens": 16, "do_sample": False}
     references = model.generate(ids_BT, **options, pad_token_id=0)[:, 9:].tolist()
     options |= {"eos_token_id": references[2][11], "pad_token_id": 0}
     expected_BT = model.generate(ids_BT, **options)
@@ -107,7 +107,7 @@ def compared(
 @pytest.mark.parametrize(("tree", "chunk"), [("static", None), ("dynamic", None), ("static", 4)])
 def test_drafts_are_what_was_learnt(tiny_llama: TinyLlama, tree: str, chunk: int | None) -> None:
     differed = compared(tiny_llama, tree, chunk)
-    assert len(differed) > 9 and max(differed) < 1e-5
+    assert len(differed) > 6 and max(differed) < 1e-5
 
 
 def test_drafts_from_features_are_what_was_learnt(tiny_llama: TinyLlama) -> None:

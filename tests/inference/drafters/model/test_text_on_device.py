@@ -131,7 +131,7 @@ def test_where_the_drafts_lie_counts(model: Any, monkeypatch: pytest.MonkeyPatch
         drafted = drafted_by(model, copy.deepcopy(model), "chain:4")
         if not moves:
             monkeypatch.setattr(DraftedTextOnDevice, "_move_in", lambda _: None)
-        text(drafted, inputs)
+        text(drafted, inputs, max_new_tokens=24)  # whole chains but the last
         steps.append(drafted.last_stats.tokens_per_step)
     assert steps[0] == 4 and steps[1] < 3.5
 
