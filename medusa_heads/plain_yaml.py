@@ -29,10 +29,10 @@ def parse_yaml(text: str) -> Any:
                 seen.add(key.value)
             return super().construct_mapping(node, deep)
 
-        def fetch_flow_collection_start(self, token: Any) -> None:
+        def fetch_flow_collection_start(self, TokenClass: Any) -> None:
             if self.flow_level == MOST_BRACKETS:
                 raise RecursionError
-            super().fetch_flow_collection_start(token)
+            super().fetch_flow_collection_start(TokenClass)
 
     try:
         loader = Loader(text)

@@ -43,3 +43,5 @@ def test_plain_yaml_is_read_as_ever() -> None:
     text = "a: &a {x: 1}\nb: *a\nc: [2001-01-01, 1e-4, true, ~]\nd: {<<: *a, y: 2}\n"
     assert parse_yaml(text) == yaml.safe_load(text)
     assert parse_yaml("") is None
+    deep = "[" * 60 + "]" * 60
+    assert parse_yaml(deep) == yaml.safe_load(deep)
