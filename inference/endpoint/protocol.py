@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa_heads.data.chat import ask_ids
-from medusa_heads.data.formats import ROLES
+from medusa_heads.data.messages import ROLES
 from medusa_heads.files import half_character
 from medusa_heads.inference.endpoint.text import Text
 from medusa_heads.target.target import TargetModel

@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from medusa_heads.config import IGNORED
 from medusa_heads.data.bad_rows import BadRow
 from medusa_heads.data.chat import ChatTemplate
-from medusa_heads.data.formats import QUESTIONS, messages_of, recognise
+from medusa_heads.data.formats import QUESTIONS, recognise
+from medusa_heads.data.messages import messages_of
 from medusa_heads.errors import MedusaWarning
 from medusa_heads.files import parse_json
 from medusa_heads.inference.regeneration.answers import NO_CONVERSATION, NO_QUESTION, TEMPLATE

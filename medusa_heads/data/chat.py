@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from medusa_heads.data.bad_rows import BadRow
 from medusa_heads.data.encoding import Ragged, begins
 from medusa_heads.data.formats import Conversation
+from medusa_heads.data.messages import parted
 from medusa_heads.data.turns import LearntRows, end_of_turns, replaced, rows_of_turns
 from medusa_heads.files import half_character
 
@@ -32,6 +33,8 @@ _TEMPLATE_FAULTS = (
     ArithmeticError,
     RecursionError,
 )
+
+_PROBE = {"role": "user", "content": "medusa"}
 
 
 class Rendered(NamedTuple):
@@ -64,6 +67,16 @@ class ChatTemplate:
         self._special = {token for token, entry in added.items() if entry.special}
         self._special |= set(self.tokenizer.all_special_ids)
         self._blank: dict[int, bool] = {}
+        self._takes_parts = False
+        # Templates of models that also see images may take texts for lists, and write nothing.
+        self._takes_parts = self._writes(parted(_PROBE)) and not self._writes(_PROBE)
+
+    def _writes(self, message: Mapping[str, Any]) -> bool:
+        """Whether the text of a message is in what the template makes of it."""
+        try:
+            return bool(_PROBE["content"] in str(self._written([message], None, ask=True)))
+        except (TemplateError, *_TEMPLATE_FAULTS):
+            return False
 
     def render(self, messages: Sequence[Any], tools: list[Any] | None, *, ask: bool) -> str:
         """Messages as text, with the beginning of an answer where one is asked for; a BadRow where
@@ -78,6 +91,11 @@ class ChatTemplate:
 
     def _written(self, messages: list[Any], tools: list[Any] | None, ask: bool) -> Any:
         """A conversation as text, or each of a list of them."""
+        if self._takes_parts:
+            messages = [
+                [*map(parted, each)] if isinstance(each, list) else parted(each)
+                for each in messages
+            ]
         return self.tokenizer.apply_chat_template(
             messages,
             tools=tools,

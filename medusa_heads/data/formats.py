@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa_heads.data.bad_rows import BadRow
+from medusa_heads.data.messages import messages_of, tools_of
 from medusa_heads.files import parse_json
 
 CONTEXT_COLUMN = "_context"
@@ -20,19 +21,7 @@ CONTEXT_COLUMN = "_context"
 DOCUMENT_COLUMN = "document"
 """Of a table of tokens: which rows are parts of one document, and are held out together."""
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles of a `messages` column, as chat templates know them."""
-
-_SAME_ROLES = {role: role for role in ROLES}
-_SHAREGPT_ROLES = {
-    "human": "user",
-    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call"), "assistant"),
-    **dict.fromkeys(("observation", "function_response"), "tool"),
-    **_SAME_ROLES,
-}
 LARGEST_TOKEN = 2**31 - 1  # tables of tokens have 32 bits for each
-# Without these a message says nothing; a tool may answer with nothing, a system may be left empty.
-_SPEAKERS = ("user", "assistant")
 
 
 @dataclass(frozen=True)
@@ -112,12 +101,13 @@ class Format:
         if self.name == "question" and _is_text(row[first]):
             return Question(row[first])
         if self.name in ("question", "questions"):
-            return Conversation(messages_of(row[first], first, ("user",)), 0, _tools(row))
+            messages = messages_of(row[first], first, ("user",))
+            return Conversation(messages, 0, tools_of(row.get("tools")))
         if self.name == "text":
             return Document(_text(row[first], first))
         if self.name == "messages":
             messages = messages_of(row[first], first)
-            return Conversation(messages, row.get(CONTEXT_COLUMN) or 0, _tools(row))
+            return Conversation(messages, row.get(CONTEXT_COLUMN) or 0, tools_of(row.get("tools")))
         strings = [isinstance(row[column], str) for column in self.columns]
         texts = [_is_text(row[column]) for column in self.columns]
         if all(strings) and any(texts):
@@ -127,7 +117,7 @@ class Format:
                 "'prompt' and 'completion' are of two kinds, a text and a list of messages"
             )
         context, answer = (messages_of(row[column], column) for column in self.columns)
-        return Conversation(context + answer, len(context), _tools(row))
+        return Conversation(context + answer, len(context), tools_of(row.get("tools")))
 
 
 FORMATS = (
@@ -220,59 +210,3 @@ def _token_ids(value: Any, column: str) -> list[int]:
         if abs(token) > LARGEST_TOKEN:
             raise BadRow(f"{column!r} holds {token}, which no vocabulary reaches")
     return list(value)
-
-
-def _list(value: Any, column: str) -> list[Any]:
-    """A list, or a text that is one in JSON (tables cannot hold lists of mixed things)."""
-    if isinstance(value, str):
-        try:
-            value = parse_json(value)
-        except ValueError as error:
-            raise BadRow(f"{column!r} is a text and not a list in JSON") from error
-    if not isinstance(value, list):
-        raise BadRow(f"{column!r} is of type {type(value).__name__}, expected a list")
-    return value
-
-
-def _tools(row: Mapping[str, Any]) -> list[Any] | None:
-    return _list(row["tools"], "tools") if row.get("tools") else None
-
-
-def messages_of(
-    value: Any, column: str, say_something: Collection[str] = _SPEAKERS
-) -> list[dict[str, Any]]:
-    """The messages of a column, all with a role and a content; a BadRow where they are none, a role
-    is unknown, or a message of one of the roles `say_something` is empty."""
-    messages = [
-        _message(message, i, column, say_something)
-        for i, message in enumerate(_list(value, column))
-    ]
-    if not messages:
-        raise BadRow(f"{column!r} is empty")
-    return messages
-
-
-def _message(
-    message: Any, index: int, column: str, say_something: Collection[str]
-) -> dict[str, Any]:
-    where = f"message {index} of {column!r}"
-    if not isinstance(message, Mapping):
-        raise BadRow(f"{where} is of type {type(message).__name__}, expected a mapping")
-    # Tables fill what a message lacks with None, which templates would take for a value.
-    found = {key: value for key, value in message.items() if value is not None}
-    roles = _SAME_ROLES
-    if "from" in found and "role" not in found:
-        found = {"role": found.pop("from"), "content": found.pop("value", None), **found}
-        roles = _SHAREGPT_ROLES
-    role, content = found.get("role"), found.get("content")
-    if not isinstance(role, str) or role not in roles:
-        raise BadRow(f"{where} has the role {role!r}, expected one of {list(roles)}")
-    if content is not None and not isinstance(content, str | list):
-        raise BadRow(f"{where} has content of type {type(content).__name__}, expected a text")
-    found["role"] = roles[role]
-    blank = not content or (isinstance(content, str) and not content.strip())
-    if blank and found["role"] in say_something and not found.get("tool_calls"):
-        raise BadRow(f"{where} ({role}) is empty")
-    # Calls come without content, and templates write out what is given: None as 'None'.
-    found["content"] = "" if content is None else content
-    return found

@@ -233,3 +233,16 @@ def test_a_conversation_without_tokens_cannot_be_answered() -> None:
     tokenizer = make_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(BadRow, match="the chat template makes no tokens of it"):
         ask_ids(tokenizer, [{"role": "user", "content": ""}])
+
+
+@pytest.mark.parametrize("condition", ["part.type == 'text'", "'text' in part"])
+def test_a_template_that_takes_lists_alone_gets_lists(condition: str, tokenizer: Any) -> None:
+    """Such as those of models that also see images: of a text they would write nothing."""
+    written = (
+        "{%- for part in message.content %}{%- if CONDITION %}{{- part.text }}{%- endif %}"
+        "{%- endfor %}{{- '<|im_end|>"
+    ).replace("CONDITION", condition)
+    template = templates.CHATML.replace(" + message.content + '<|im_end|>", " }}" + written)
+    assert learnt(tokenizer, template, [USER, ONE]) == [["Hello, you.<|im_end|>"]]
+    chat = ChatTemplate(tokenizer, template)
+    assert "Hi there" in chat.render([USER], None, ask=True)

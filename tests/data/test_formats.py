@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset, DatasetDict
 
+from medusa_heads.data.bad_rows import BadRow
 from medusa_heads.data.formats import (
     QUESTIONS,
     Completion,
@@ -24,11 +25,12 @@ def test_messages_of_unlike_shapes_stand_in_one_file(streaming: bool, tmp_path: 
     """A table of Arrow would have one type for all contents."""
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
     parts = {"role": "user", "content": [{"type": "text", "text": "Hi"}]}
+    text = {"role": "user", "content": "Hi"}
     rows = [{"messages": CHAT}, {"messages": [parts, call], "tools": [{"name": "f"}]}]
     (tmp_path / "a.jsonl").write_text(as_lines(rows))
     first, second = contents(load_corpus(str(tmp_path / "a.jsonl"), streaming=streaming))
     assert first == Conversation(CHAT)
-    assert second == Conversation([parts, {**call, "content": ""}], tools=[{"name": "f"}])
+    assert second == Conversation([text, {**call, "content": ""}], tools=[{"name": "f"}])
 
 
 def test_a_completion_of_messages_keeps_its_prompt_unlearnt(tmp_path: Path) -> None:
@@ -112,3 +114,24 @@ def test_rows_of_tokens_may_name_their_document_or_not(streaming: bool, tmp_path
         found = contents(load_corpus(str(tmp_path / "a.jsonl"), streaming=streaming))
         names = [None, "7", None, "a"]
         assert [each.document for each in found] == (names if given is rows else names[::-1])
+
+
+def test_text_parts_are_one_text_and_other_parts_are_named() -> None:
+    """Templates write a list as Python does, or leave it out, or put an image where none is."""
+    parts = [{"type": "text", "text": "What "}, "is ", {"text": "this?", "image": None}]
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "A cat."}]}
+    messages = recognise(["messages"])
+    found = messages.read({"messages": [{"role": "user", "content": parts}, answer]})
+    assert [said["content"] for said in found.messages] == ["What is this?", "A cat."]
+    for part, reason in (
+        ({"type": "image_url", "image_url": {"url": "x"}}, "a part of type 'image_url'"),
+        ({"image": "x.png"}, "a part of type 'image'"),
+        ({"type": "text"}, "a part that is NoneType"),
+        (7, "a part that is int"),
+    ):
+        row = {"messages": [{"role": "user", "content": [*parts, part]}, answer]}
+        with pytest.raises(BadRow, match=f"message 0 of 'messages' holds {reason}"):
+            messages.read(row)
+    for blank in ([], [{"type": "text", "text": " "}]):
+        with pytest.raises(BadRow, match=r"message 0 of 'messages' \(user\) is empty"):
+            messages.read({"messages": [{"role": "user", "content": blank}, answer]})

@@ -1,0 +1,109 @@
+"""Messages of a conversation, as corpora hold them: with known roles, and with texts alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from medusa_heads.data.bad_rows import BadRow
+from medusa_heads.files import parse_json
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of a `messages` column, as chat templates know them."""
+
+_SAME_ROLES = {role: role for role in ROLES}
+_SHAREGPT_ROLES = {
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("observation", "function_response"), "tool"),
+    **_SAME_ROLES,
+}
+# Without these a message says nothing; a tool may answer with nothing, a system may be left empty.
+_SPEAKERS = ("user", "assistant")
+
+
+def messages_of(
+    value: Any, column: str, say_something: Collection[str] = _SPEAKERS
+) -> list[dict[str, Any]]:
+    """The messages of a column, all with a role and a text as content; a BadRow where they are
+    none, a role is unknown, a content holds something else than text, or a message of one of the
+    roles `say_something` is empty."""
+    messages = [
+        _message(message, i, column, say_something)
+        for i, message in enumerate(_list(value, column))
+    ]
+    if not messages:
+        raise BadRow(f"{column!r} is empty")
+    return messages
+
+
+def parted(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose text stands in a list of one part."""
+    content = message.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return {**message, "content": parts}
+
+
+def tools_of(value: Any) -> list[Any] | None:
+    """The tools of a row, None where it has none; a BadRow where they are no list."""
+    return _list(value, "tools") if value else None
+
+
+def _list(value: Any, column: str) -> list[Any]:
+    """A list, or a text that is one in JSON (tables cannot hold lists of mixed things)."""
+    if isinstance(value, str):
+        try:
+            value = parse_json(value)
+        except ValueError as error:
+            raise BadRow(f"{column!r} is a text and not a list in JSON") from error
+    if not isinstance(value, list):
+        raise BadRow(f"{column!r} is of type {type(value).__name__}, expected a list")
+    return value
+
+
+def _message(
+    message: Any, index: int, column: str, say_something: Collection[str]
+) -> dict[str, Any]:
+    where = f"message {index} of {column!r}"
+    if not isinstance(message, Mapping):
+        raise BadRow(f"{where} is of type {type(message).__name__}, expected a mapping")
+    # Tables fill what a message lacks with None, which templates would take for a value.
+    found = {key: value for key, value in message.items() if value is not None}
+    roles = _SAME_ROLES
+    if "from" in found and "role" not in found:
+        found = {"role": found.pop("from"), "content": found.pop("value", None), **found}
+        roles = _SHAREGPT_ROLES
+    role = found.get("role")
+    if not isinstance(role, str) or role not in roles:
+        raise BadRow(f"{where} has the role {role!r}, expected one of {list(roles)}")
+    found["role"] = roles[role]
+    # Calls come without content, and templates write out what is given: None as 'None'.
+    found["content"] = _text(found.get("content"), where)
+    empty = not found["content"].strip() and not found.get("tool_calls")
+    if empty and found["role"] in say_something:
+        raise BadRow(f"{where} ({role}) is empty")
+    return found
+
+
+def _text(content: Any, where: str) -> str:
+    """Content as one text. Some templates would write a list of parts as Python does, or not at
+    all."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadRow(f"{where} has content of type {type(content).__name__}, expected a text")
+    texts = []
+    for part in content:
+        text = part
+        if isinstance(part, Mapping):
+            keys = (key for key, value in part.items() if value is not None)
+            kind = part.get("type") or ("text" if part.get("text") is not None else next(keys, ""))
+            if kind != "text":
+                raise BadRow(f"{where} holds a part of type {kind!r}, expected only texts")
+            text = part.get("text")
+        if not isinstance(text, str):
+            raise BadRow(f"{where} holds a part that is {type(text).__name__}, expected a text")
+        texts.append(text)
+    return "".join(texts)
