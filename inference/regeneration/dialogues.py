@@ -16,9 +16,8 @@ from medusa_heads.config import IGNORED
 from medusa_heads.data.bad_rows import BadRow
 from medusa_heads.data.chat import ChatTemplate
 from medusa_heads.data.formats import QUESTIONS, recognise
-from medusa_heads.data.messages import messages_of
+from medusa_heads.data.messages import messages_of, tools_of
 from medusa_heads.errors import MedusaWarning
-from medusa_heads.files import parse_json
 from medusa_heads.inference.regeneration.answers import NO_CONVERSATION, NO_QUESTION, TEMPLATE
 from medusa_heads.inference.regeneration.prompts import Messages
 
@@ -115,7 +114,7 @@ class ChatDialogue(Dialogue):
         self._turn = turn
         before = self._messages[: self._places[turn]]
         try:
-            tools = parse_json(self._tools) if isinstance(self._tools, str) else self._tools or None
+            tools = tools_of(self._tools)
             text = self._chat.render([dict(said) for said in before], tools, ask=True)
         except ValueError as error:
             raise Unanswerable(TEMPLATE, str(error.__cause__ or error)) from error

@@ -86,9 +86,9 @@ class Format:
     def __str__(self) -> str:
         return " + ".join(self.columns)
 
-    def read(self, row: Mapping[str, Any]) -> Content:
+    def read(self, row: Mapping[str, Any], *, filled: bool = True) -> Content:
         """What a row says; a BadRow where a column is missing, empty or of another type, or a role
-        is unknown."""
+        is unknown. `filled`: its mappings are of a table, where None stands for an absent key."""
         for column in self.columns:
             if row.get(column) is None:
                 raise BadRow(f"no {column!r}")
@@ -101,13 +101,15 @@ class Format:
         if self.name == "question" and _is_text(row[first]):
             return Question(row[first])
         if self.name in ("question", "questions"):
-            messages = messages_of(row[first], first, ("user",))
-            return Conversation(messages, 0, tools_of(row.get("tools")))
+            messages = messages_of(row[first], first, ("user",), filled=filled)
+            return Conversation(messages, 0, tools_of(row.get("tools"), filled=filled))
         if self.name == "text":
             return Document(_text(row[first], first))
         if self.name == "messages":
-            messages = messages_of(row[first], first)
-            return Conversation(messages, row.get(CONTEXT_COLUMN) or 0, tools_of(row.get("tools")))
+            messages = messages_of(row[first], first, filled=filled)
+            return Conversation(
+                messages, row.get(CONTEXT_COLUMN) or 0, tools_of(row.get("tools"), filled=filled)
+            )
         strings = [isinstance(row[column], str) for column in self.columns]
         texts = [_is_text(row[column]) for column in self.columns]
         if all(strings) and any(texts):
@@ -116,8 +118,12 @@ class Format:
             raise BadRow(
                 "'prompt' and 'completion' are of two kinds, a text and a list of messages"
             )
-        context, answer = (messages_of(row[column], column) for column in self.columns)
-        return Conversation(context + answer, len(context), tools_of(row.get("tools")))
+        context, answer = (
+            messages_of(row[column], column, filled=filled) for column in self.columns
+        )
+        return Conversation(
+            context + answer, len(context), tools_of(row.get("tools"), filled=filled)
+        )
 
 
 FORMATS = (

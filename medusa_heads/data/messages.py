@@ -23,14 +23,18 @@ _SPEAKERS = ("user", "assistant")
 
 
 def messages_of(
-    value: Any, column: str, say_something: Collection[str] = _SPEAKERS
+    value: Any,
+    column: str,
+    say_something: Collection[str] = _SPEAKERS,
+    *,
+    filled: bool = True,
 ) -> list[dict[str, Any]]:
     """The messages of a column, all with a role and a text as content; a BadRow where they are
     none, a role is unknown, a content holds something else than text, or a message of one of the
-    roles `say_something` is empty."""
+    roles `say_something` is empty. `filled`: a list that is no JSON is of a table."""
     messages = [
         _message(message, i, column, say_something)
-        for i, message in enumerate(_list(value, column))
+        for i, message in enumerate(_list(value, column, filled))
     ]
     if not messages:
         raise BadRow(f"{column!r} is empty")
@@ -44,13 +48,15 @@ def parted(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": parts}
 
 
-def tools_of(value: Any) -> list[Any] | None:
-    """The tools of a row, None where it has none; a BadRow where they are no list."""
-    return _list(value, "tools") if value else None
+def tools_of(value: Any, *, filled: bool = True) -> list[Any] | None:
+    """The tools of a row, None where it has none; a BadRow where they are no list. `filled` is that
+    of `messages_of`."""
+    return _list(value, "tools", filled) if value else None
 
 
-def _list(value: Any, column: str) -> list[Any]:
+def _list(value: Any, column: str, filled: bool) -> list[Any]:
     """A list, or a text that is one in JSON (tables cannot hold lists of mixed things)."""
+    filled = filled and not isinstance(value, str)
     if isinstance(value, str):
         try:
             value = parse_json(value)
@@ -58,7 +64,15 @@ def _list(value: Any, column: str) -> list[Any]:
             raise BadRow(f"{column!r} is a text and not a list in JSON") from error
     if not isinstance(value, list):
         raise BadRow(f"{column!r} is of type {type(value).__name__}, expected a list")
-    return value
+    return _without_none(value) if filled else value
+
+
+def _without_none(value: Any) -> Any:
+    """The same without keys of None: tables give each mapping the keys of all others, and templates
+    would write them out."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(one) for key, one in value.items() if one is not None}
+    return [_without_none(one) for one in value] if isinstance(value, list) else value
 
 
 def _message(
@@ -67,7 +81,7 @@ def _message(
     where = f"message {index} of {column!r}"
     if not isinstance(message, Mapping):
         raise BadRow(f"{where} is of type {type(message).__name__}, expected a mapping")
-    # Tables fill what a message lacks with None, which templates would take for a value.
+    # Templates would take None for a value.
     found = {key: value for key, value in message.items() if value is not None}
     roles = _SAME_ROLES
     if "from" in found and "role" not in found:
@@ -98,8 +112,7 @@ def _text(content: Any, where: str) -> str:
     for part in content:
         text = part
         if isinstance(part, Mapping):
-            keys = (key for key, value in part.items() if value is not None)
-            kind = part.get("type") or ("text" if part.get("text") is not None else next(keys, ""))
+            kind = part.get("type") or ("text" if "text" in part else next(iter(part), ""))
             if kind != "text":
                 raise BadRow(f"{where} holds a part of type {kind!r}, expected only texts")
             text = part.get("text")

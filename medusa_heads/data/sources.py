@@ -215,7 +215,7 @@ def _first_format(
         for place, row in read_rows(file, broken.add):
             found = recognise(list(row), text_column, known)
             try:
-                columns = plain_columns(found.read(row))
+                columns = plain_columns(found.read(row, filled=file.suffix == ".parquet"))
             except BadRow as error:
                 broken.add(place, str(error))
                 continue
@@ -239,7 +239,7 @@ def _plain_rows(
     for file in files:
         for place, row in read_rows(file, refuse):
             try:
-                plain = plain_columns(found.read(row))
+                plain = plain_columns(found.read(row, filled=file.suffix == ".parquet"))
                 _check_encodable(plain)
                 if {*plain, PLACE_COLUMN} != set(columns):
                     raise BadRow("it is of another kind than the rows before it")

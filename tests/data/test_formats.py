@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from datasets import Dataset, DatasetDict
@@ -135,3 +136,47 @@ def test_text_parts_are_one_text_and_other_parts_are_named() -> None:
     for blank in ([], [{"type": "text", "text": " "}]):
         with pytest.raises(BadRow, match=r"message 0 of 'messages' \(user\) is empty"):
             messages.read({"messages": [{"role": "user", "content": blank}, answer]})
+
+
+def called(name: str, **arguments: Any) -> dict[str, Any]:
+    return {
+        "role": "assistant",
+        "tool_calls": [{"function": {"name": name, "arguments": arguments}}],
+    }
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    return {"function": {"name": name, "parameters": {"properties": properties}}}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_tables_fill_in_is_no_value(streaming: bool, tmp_path: Path) -> None:
+    """A table gives all calls and tools the keys of all others, with nothing in them."""
+    asked = {"role": "user", "content": "What time is it?"}
+    rows = [
+        {"messages": [asked, called("time", zone="CET")], "tools": [tool("time", zone={"a": 1})]},
+        {"messages": [asked, called("sky", city="Rome")], "tools": [tool("sky", city={"b": 2})]},
+    ]
+    table = Dataset.from_list(rows)
+    assert table[0]["tools"][0] != rows[0]["tools"][0]
+    table.to_parquet(tmp_path / "a.parquet")
+    for corpus in (
+        load_corpus(str(tmp_path / "a.parquet"), streaming=streaming),
+        as_corpus(table.to_iterable_dataset() if streaming else table, "table"),
+    ):
+        for found, row in zip(contents(corpus), rows, strict=True):
+            assert found.tools == row["tools"]
+            assert found.messages[1] == {**row["messages"][1], "content": ""}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_null_in_json_is_a_value(streaming: bool, tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "?"}, {**called("time", zone=None), "content": ""}]
+    row = {"messages": said, "tools": [tool("time", zone={"default": None})]}
+    (tmp_path / "a.jsonl").write_text(as_lines([row]))
+    as_text = {name: json.dumps(value) for name, value in row.items()}
+    for corpus in (
+        load_corpus(str(tmp_path / "a.jsonl"), streaming=streaming),
+        as_corpus(Dataset.from_list([as_text]), "table"),
+    ):
+        assert contents(corpus) == [Conversation(said, tools=row["tools"])]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from medusa_heads.inference.regeneration.dialogues import read_dialogues
+from medusa_heads.inference.regeneration.dialogues import Unanswerable, read_dialogues
 from medusa_heads.inference.regeneration.tables import read_table
 from tests.inference.speaking import make_tokenizer
 
@@ -92,3 +92,25 @@ def test_conversations_of_sharegpt_are_asked_as_those_of_messages(tmp_path: Path
     for name in ("talks.jsonl", "talks.parquet"):
         (dialogue,) = read_dialogues(read_table(str(tmp_path / name)), make_tokenizer())
         assert dialogue.ask(0)[1] == [{"role": "user", "content": "Hi"}]
+
+
+def test_what_tables_fill_in_is_not_asked() -> None:
+    """A table gives all tools the keys of all others, with nothing in them."""
+    asked = [{"role": "user", "content": "Hi"}]
+    rows = [{"messages": asked, "tools": [{"name": "f", "has": {key: 1}}]} for key in "ab"]
+    tokenizer = make_tokenizer("{{ tools }}")
+    dialogues = read_dialogues(Dataset.from_list(rows), tokenizer)
+    texts = [tokenizer.decode(each.ask(0)[0]) for each in dialogues]
+    assert texts == [str(row["tools"]) for row in rows]
+    as_text = [{name: json.dumps(value) for name, value in row.items()} for row in rows]
+    as_text[0]["tools"] = '[{"default": null}]'
+    given, _ = read_dialogues(Dataset.from_list(as_text), tokenizer)
+    assert tokenizer.decode(given.ask(0)[0]) == "[{'default': None}]"
+
+
+def test_an_image_is_not_asked_about() -> None:
+    part = {"type": "image_url", "image_url": {"url": "x"}}
+    table = Dataset.from_list([{"messages": [{"role": "user", "content": [part]}]}])
+    (dialogue,) = read_dialogues(table, make_tokenizer())
+    with pytest.raises(Unanswerable, match="holds a part of type 'image_url'"):
+        dialogue.ask(0)
