@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.data.chat import ask_ids
+from medusa_heads.data.encoding import prompt_ids
 from medusa_heads.files import expanded, half_character, parse_json
 
 if TYPE_CHECKING:
@@ -144,7 +145,10 @@ def _turn(
     else:  # question, answer, question, with an empty line between them
         begin = "\n\n" if answers else question.system + "\n\n" if question.system else ""
         text = begin + asked + "\n\n" * question.chat
-        new = tokenizer(text, add_special_tokens=not before, verbose=False)["input_ids"]
+        if before:
+            new = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        else:
+            new = prompt_ids(tokenizer, text)
         tokens = [*before, *new]
 
     def follow_up(answer: list[int]) -> Prompt:

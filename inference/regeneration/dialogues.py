@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from medusa_heads.config import IGNORED
 from medusa_heads.data.bad_rows import BadRow
 from medusa_heads.data.chat import ChatTemplate
+from medusa_heads.data.encoding import starts_twice
 from medusa_heads.data.formats import QUESTIONS, recognise
 from medusa_heads.data.messages import messages_of, tools_of
 from medusa_heads.errors import MedusaWarning
@@ -169,7 +170,8 @@ class Dialogues:
             elif self.column == "prompt" and all(isinstance(text, str | None) for text in asked):
                 texts = [text or "" for text in asked]
                 encoded = self.tokenizer(texts, verbose=False)["input_ids"] if texts else []
-                yield from (Dialogue(row, ids) for row, ids in zip(mine, encoded, strict=True))
+                for row, text, ids in zip(mine, texts, encoded, strict=True):
+                    yield Dialogue(row, ids[starts_twice(self.tokenizer, text, ids) :])
             else:
                 for row, said in zip(mine, asked, strict=True):
                     tools = table["tools"][row - start] if "tools" in table else None

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from medusa_heads.data.encoding import prompt_ids
+
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
@@ -153,7 +155,7 @@ def _window(
     while True:
         piece = text[start : start + characters]
         # The cut is ours, so a tokenizer's warning about its model's maximum would mislead.
-        input_ids: list[int] = tokenizer(piece, verbose=False)["input_ids"]
+        input_ids = prompt_ids(tokenizer, piece)
         if len(input_ids) >= length + _LOOKAHEAD_TOKENS or start + characters >= len(text):
             return input_ids[:length] if len(input_ids) >= length else None
         characters *= 2

@@ -114,6 +114,20 @@ def begins(short: Stretches, whole: Stretches) -> Any:
     return fits
 
 
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text that is to be continued, with what the tokenizer puts before it, unless
+    it stands there already."""
+    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+    return ids[starts_twice(tokenizer, text, ids) :]
+
+
+def starts_twice(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]) -> bool:
+    """Whether a tokenizer has put its token for the start before a text that begins with one, as a
+    chat template may have written it."""
+    start = tokenizer.bos_token_id
+    return start is not None and [*ids[:2]] == [start] * 2 and text.startswith(tokenizer.bos_token)
+
+
 class Encoder:
     """A tokenizer for many texts. Where the library `fastokens` is installed and reads the
     tokenizer, it encodes, once it gave the tokens of `tokenizers` for hard texts and for the first

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from datasets import Dataset
 from tokenizers import (
     Regex,
     Tokenizer,
@@ -20,7 +21,9 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from medusa_heads.data import encoding
-from medusa_heads.data.encoding import Encoder, Ragged, begins
+from medusa_heads.data.encoding import Encoder, Ragged, begins, prompt_ids
+from medusa_heads.inference.bench.prompts import Question, encode_questions
+from medusa_heads.inference.regeneration.dialogues import read_dialogues
 from tests.training import templates
 
 ODD = [
@@ -163,3 +166,15 @@ def test_texts_are_encoded_without_the_fast_library(monkeypatch: pytest.MonkeyPa
 def test_stretches_are_compared_with_those_that_may_begin_with_them() -> None:
     short, whole = Ragged.of([[1, 2], [], [3], [4, 5]]), Ragged.of([[1, 2, 3], [9], [4], [4]])
     assert begins(short.stretches, whole.stretches).tolist() == [True, True, False, False]
+
+
+def test_a_prompt_that_starts_already_gets_no_second_start() -> None:
+    starting = templates.starting_tokenizer()
+    alone = starting("x = 1", add_special_tokens=False)["input_ids"]
+    for text in ("x = 1", "<s>x = 1"):
+        assert prompt_ids(starting, text) == [starting.bos_token_id, *alone]
+        assert encode_questions([Question((text,))], starting)[0].tokens[1:] == tuple(alone)
+    starting.chat_template = None
+    asked = read_dialogues(Dataset.from_dict({"prompt": ["x = 1", "<s>x = 1"]}), starting)
+    assert [list(each.ask(0)[0])[1:] for each in asked] == [alone, alone]
+    assert prompt_ids(templates.chat_tokenizer(), "x = 1") == alone

@@ -116,6 +116,21 @@ def chat_tokenizer() -> Any:
     return tokenizer
 
 
+def starting_tokenizer(end: str = "") -> Any:
+    """The same, which puts `<s>` before every text, and may put something behind it."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = chat_tokenizer()
+    tokenizer.bos_token = "<s>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"<s> $A {end}".strip(),
+        special_tokens=[
+            (token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", end) if token
+        ],
+    )
+    return tokenizer
+
+
 def rows_of(chat: ChatTemplate, conversation: Conversation) -> list[tuple[list[int], list[int]]]:
     """input_ids and labels of one conversation. Raises BadRow: it has no rows."""
     (rendered,) = chat.rendered([conversation])

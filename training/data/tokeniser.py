@@ -223,12 +223,23 @@ class Tokeniser:
         return rows, lost, problems | refused
 
     def _encoded(self, texts: list[str]) -> Ragged:
-        """Token ids with what the tokenizer puts before a text, and nothing behind it."""
+        """Token ids with what the tokenizer puts before a text that has it not, and nothing behind
+        it."""
         assert self.tokenizer is not None and self._encoder is not None
         ids = self._encoder(texts, special_tokens=True)
         end = self.tokenizer.eos_token
         ended = [number for number in self._at_end(ids).tolist() if not texts[number].endswith(end)]
-        return ids.part(ids.starts, ids.lengths - np.isin(np.arange(len(texts)), ended))
+        lengths = ids.lengths - np.isin(np.arange(len(texts)), ended)
+        doubled = np.zeros(len(texts), bool)
+        for number in self._twice(self.tokenizer.bos_token_id, ids).tolist():
+            doubled[number] = texts[number].startswith(self.tokenizer.bos_token)
+        return ids.part(ids.starts + doubled, lengths - doubled)
+
+    def _twice(self, start: int | None, ids: Ragged) -> Any:
+        """The numbers of the rows that begin with the same token twice."""
+        long = np.flatnonzero(ids.lengths > 1)
+        first, second = (ids.values[ids.starts[long] + place] for place in (0, 1))
+        return long[(first == start) & (second == start)]
 
     def _at_end(self, ids: Ragged) -> Any:
         """The numbers of the rows that end with the token by which the target ends a text."""

@@ -33,16 +33,18 @@ def generate(arguments: GenerateArguments) -> None:
     import torch
 
     from medusa_heads.cli.streaming import StepStreamer
+    from medusa_heads.data.encoding import prompt_ids
 
     model, tokenizer = load_drafting_model(arguments)
     options = generation_options(arguments, tokenizer)
     warn_if_lossy(model)
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    length, new = inputs["input_ids"].shape[1], arguments.max_new_tokens
+    ids_1T = torch.tensor([prompt_ids(tokenizer, prompt)], dtype=torch.long)
+    length, new = ids_1T.shape[1], arguments.max_new_tokens
     model.target.check_length(length + new, f"{length} of the prompt, {new} --max_new_tokens")
     torch.manual_seed(arguments.seed)
     model.generate(
-        **inputs.to(model.target.device),
+        input_ids=ids_1T.to(model.target.device),
+        attention_mask=torch.ones_like(ids_1T, device=model.target.device),
         streamer=StepStreamer(tokenizer, group=arguments.group),
         **options,
     )

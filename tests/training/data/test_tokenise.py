@@ -89,15 +89,7 @@ def test_only_the_completion_is_learnt_with_its_end(tokenizer: Any) -> None:
 
 
 def test_an_end_that_the_tokenizer_adds_does_not_stand_between_prompt_and_completion() -> None:
-    from tokenizers.processors import TemplateProcessing
-
-    ending = templates.chat_tokenizer()
-    ending.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<s> $A <|endoftext|>",
-        special_tokens=[
-            (token, ending.convert_tokens_to_ids(token)) for token in ("<s>", "<|endoftext|>")
-        ],
-    )
+    ending = templates.starting_tokenizer("<|endoftext|>")
     rows, *_ = rows_of(
         ending, [{"prompt": "a =", "completion": " 1"}, {"prompt": "", "completion": "b"}]
     )
@@ -106,6 +98,25 @@ def test_an_end_that_the_tokenizer_adds_does_not_stand_between_prompt_and_comple
         "<s>b<|endoftext|>",
     ]
     assert rows["labels"][1] == [-100, *rows["input_ids"][1][1:]]
+
+
+@pytest.mark.parametrize("end", ["", "<|endoftext|>"])
+def test_a_text_that_starts_already_gets_no_second_start(end: str) -> None:
+    """A chat template has rendered it."""
+    starting = templates.starting_tokenizer(end)
+    rows, *_ = rows_of(starting, [{"text": text} for text in ("<s>a = 1", "b", "<s>")])
+    texts = ["<s>a = 1<|endoftext|>", "<s>b<|endoftext|>", "<s><|endoftext|>"]
+    assert [starting.decode(ids) for ids in rows["input_ids"]] == texts
+    halves = [("<s>a =", " 1"), ("", "<s>b"), ("<s>", "c"), ("a =", " 1<s>")]
+    rows, *_ = rows_of(
+        starting, [{"prompt": prompt, "completion": answer} for prompt, answer in halves]
+    )
+    texts = ["<s>a = 1", "<s>b", "<s>c", "<s>a = 1<s>"]
+    assert [starting.decode(ids) for ids in rows["input_ids"]] == [
+        f"{text}<|endoftext|>" for text in texts
+    ]
+    learnt = [starting.decode([id for id in ids if id >= 0]) for ids in rows["labels"]]
+    assert learnt == [f"{text}<|endoftext|>" for text in (" 1", "b", "c", " 1<s>")]
 
 
 def test_a_completion_that_merges_with_the_prompt_keeps_the_prompts_tokens(tokenizer: Any) -> None:
