@@ -122,7 +122,7 @@ def test_text_parts_are_one_text_and_other_parts_are_named() -> None:
     parts = [{"type": "text", "text": "What "}, "is ", {"text": "this?", "image": None}]
     answer = {"role": "assistant", "content": [{"type": "text", "text": "A cat."}]}
     messages = recognise(["messages"])
-    found = messages.read({"messages": [{"role": "user", "content": parts}, answer]})
+    found: Any = messages.read({"messages": [{"role": "user", "content": parts}, answer]})
     assert [said["content"] for said in found.messages] == ["What is this?", "A cat."]
     for part, reason in (
         ({"type": "image_url", "image_url": {"url": "x"}}, "a part of type 'image_url'"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,21 @@ def row_lengths(rows: Dataset) -> Any:
     if "tokens" in rows.column_names:
         return rows.data.column("tokens").to_numpy()
     return np.concatenate([np.empty(0, np.int32), *lengths_in_parts(rows)], dtype=np.int32)
+
+
+def row_digests(rows: Dataset, column: str) -> Any:
+    """A hash of what each row has in a column of lists of numbers or of texts, [rows] uint64."""
+    found = [np.empty(0, np.uint64)]
+    for table in rows.select_columns([column]).with_format("arrow").iter(100 * ROWS_AT_ONCE):
+        if pa.types.is_nested(table[column].type):
+            values, lengths = flat(table[column])
+            whole, ends = memoryview(values.tobytes()), np.cumsum(lengths) * values.itemsize
+            contents: Any = (whole[a:b] for a, b in pairwise([0, *ends.tolist()]))
+        else:
+            contents = ((text or "").encode() for text in table[column].to_pylist())
+        digests = b"".join(blake2b(each, digest_size=8).digest() for each in contents)
+        found.append(np.frombuffer(digests, np.uint64))
+    return np.concatenate(found)
 
 
 def stretches(mask: Any) -> Any:

@@ -13,7 +13,13 @@ from medusa_heads.data.sources import Corpus
 from medusa_heads.files import move_in, read_json, replace_json, staging
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.data import EVAL_ROWS, EVAL_SHARE, DataArguments
-from medusa_heads.training.data.columns import picked, row_lengths, write_numbers, write_table
+from medusa_heads.training.data.columns import (
+    picked,
+    row_digests,
+    row_lengths,
+    write_numbers,
+    write_table,
+)
 from medusa_heads.training.data.pack import fill_bins, pack_rows
 from medusa_heads.training.data.prepared import prepared, prepared_folder, table_fingerprint
 from medusa_heads.training.data.row_facts import RowFacts, RowLimits, check_rows
@@ -58,7 +64,8 @@ def split_once(
         if not found:
             kept = np.ones(len(rows), bool)
             if draws:
-                kept[held_out_rows(document_numbers(corpus, rows), share, seed, count)] = False
+                documents = distinct_documents(document_numbers(corpus, rows), rows)
+                kept[held_out_rows(documents, share, seed, count)] = False
             facts = check_rows(rows, target, name=TRAINING, heads_reached=1, kept=kept)
             with staging(folder) as made:
                 replace_json(made / "facts.json", asdict(facts))
@@ -82,7 +89,7 @@ def hold_out(
     rows: Dataset, share: float | None, seed: int, count: int | None = None
 ) -> tuple[Dataset, Dataset]:
     """Split into rows to train on and rows to measure on, by document: a share, or a count of them,
-    or by default EVAL_SHARE, and at most EVAL_ROWS.
+    or by default EVAL_SHARE, and at most EVAL_ROWS. Equal documents are on the same side.
 
     Without a column `document`, or where all rows are of one, each row is a document. Raises
     ValueError where there is only one row, or no more documents than are to be held out.
@@ -90,8 +97,33 @@ def hold_out(
     documents = np.arange(len(rows))
     if DOCUMENT_COLUMN in rows.column_names:
         documents = rows.with_format("numpy")[DOCUMENT_COLUMN][:]
-    held = held_out_rows(documents, share, seed, count)
+    held = held_out_rows(distinct_documents(documents, rows), share, seed, count)
     return rows.select(np.setdiff1d(np.arange(len(rows)), held)), rows.select(held)
+
+
+def distinct_documents(documents: Any, rows: Dataset) -> Any:
+    """The document that each row is a part of, [rows], where equal ones (of the same tokens or
+    texts, in the same rows) have the number of one of them."""
+    column = next(name for name in ("input_ids", "text") if name in rows.column_names)
+    digests = row_digests(rows, column)
+    ordered = np.sort(digests)
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if not len(twice):
+        return documents
+    # A document with a row that stands nowhere else is equal to none.
+    places = np.minimum(np.searchsorted(twice, digests), len(twice) - 1)
+    suspects = np.flatnonzero(~np.isin(documents, documents[twice[places] != digests]))
+    suspects = suspects[np.argsort(documents[suspects], kind="stable")]
+    names = documents[suspects]
+    starts = np.flatnonzero(np.append(True, names[1:] != names[:-1])[: len(names)])
+    lengths = np.diff(np.append(starts, len(names)))
+    within = np.arange(len(names)) - np.repeat(starts, lengths)
+    factors = (2 * within + 1).astype(np.uint64)  # the order of a document's rows counts
+    whole = np.add.reduceat(digests[suspects] * factors, starts) if len(starts) else starts
+    _, firsts, same = np.unique(whole, return_index=True, return_inverse=True)
+    united = documents.copy()
+    united[suspects] = np.repeat(names[starts][firsts][same], lengths)
+    return united
 
 
 def held_out_rows(documents: Any, share: float | None, seed: int, count: int | None = None) -> Any:
@@ -110,7 +142,8 @@ def held_out_rows(documents: Any, share: float | None, seed: int, count: int | N
         count = count if share is not None else min(count, EVAL_ROWS)
     elif count >= len(known):
         raise ValueError(
-            f"eval_rows {count} would hold out all {len(known)} documents: ask for fewer"
+            f"eval_rows {count} would hold out all {len(known)} documents, equal ones "
+            "counted once: ask for fewer"
         )
     drawn = np.random.default_rng(seed).permutation(known)[:count]
     return np.flatnonzero(np.isin(documents, drawn))

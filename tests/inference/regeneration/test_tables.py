@@ -100,12 +100,12 @@ def test_what_tables_fill_in_is_not_asked() -> None:
     rows = [{"messages": asked, "tools": [{"name": "f", "has": {key: 1}}]} for key in "ab"]
     tokenizer = make_tokenizer("{{ tools }}")
     dialogues = read_dialogues(Dataset.from_list(rows), tokenizer)
-    texts = [tokenizer.decode(each.ask(0)[0]) for each in dialogues]
+    texts = [tokenizer.decode([*each.ask(0)[0]]) for each in dialogues]
     assert texts == [str(row["tools"]) for row in rows]
     as_text = [{name: json.dumps(value) for name, value in row.items()} for row in rows]
     as_text[0]["tools"] = '[{"default": null}]'
     given, _ = read_dialogues(Dataset.from_list(as_text), tokenizer)
-    assert tokenizer.decode(given.ask(0)[0]) == "[{'default': None}]"
+    assert tokenizer.decode([*given.ask(0)[0]]) == "[{'default': None}]"
 
 
 def test_an_image_is_not_asked_about() -> None:

@@ -95,7 +95,10 @@ def test_an_evaluation_does_not_grow_with_the_text_unless_asked_to(
     for module in (prepare, split):
         monkeypatch.setattr(module, "EVAL_ROWS", 4)
     rows = Dataset.from_list(
-        [{"input_ids": [i % 60, 1, 2, 3], "labels": [i % 60, 1, 2, 3]} for i in range(200)]
+        [
+            {"input_ids": [i % 60, i // 60, 2, 3], "labels": [i % 60, i // 60, 2, 3]}
+            for i in range(200)
+        ]
     )
 
     def measured(eval_dataset: Dataset | None = None, **settings: Any) -> Dataset:

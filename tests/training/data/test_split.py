@@ -1,0 +1,68 @@
+"""What is held out, by document: of equal documents none is learnt from."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from medusa_heads.target.target import TargetModel
+from medusa_heads.training.arguments.data import DataArguments
+from medusa_heads.training.data.prepare import load_corpora, prepare_data
+from medusa_heads.training.data.split import distinct_documents, hold_out
+from tests.conftest import TinyLlama
+
+
+@pytest.fixture(scope="module")
+def target(tiny_llama: TinyLlama) -> TargetModel:
+    return TargetModel(tiny_llama(vocab_size=64))
+
+
+def prepared(target: TargetModel, ids: list[list[int]], **settings: Any) -> tuple[Any, Any]:
+    """The tokens of the rows that are learnt from, and of those held out."""
+    rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    given = DataArguments(**settings)
+    data = prepare_data(target, *load_corpora(given, rows), None, given, num_heads=2, seed=0)
+    return data.rows["input_ids"][:], data.held_out["input_ids"][:]
+
+
+def test_copies_of_a_held_out_row_are_not_learnt(target: TargetModel) -> None:
+    once = [[5, 6, 7, number] for number in range(40)]
+    learnt, held = prepared(target, once * 3, eval_rows=10)
+    assert len(held) == 30 and len(learnt) == 90
+    assert {*map(tuple, learnt)}.isdisjoint(map(tuple, held))
+
+
+def test_without_copies_the_draw_is_as_it_always_was(target: TargetModel) -> None:
+    """Else the caches of hidden states would be of other rows, and runs could not be resumed."""
+    ids = [[5, 6, 7, number] for number in range(40)]
+    _, held = prepared(target, ids, eval_rows=5)
+    assert [row[3] for row in held] == [4, 11, 23, 24, 27]
+    documents = Dataset.from_dict({"input_ids": ids, "document": [n // 3 for n in range(40)]})
+    assert [row[3] for row in hold_out(documents, 0.2, seed=1)[1]["input_ids"]] == [
+        *(3, 4, 5, 21, 22, 23, 30, 31, 32)
+    ]
+
+
+@pytest.mark.parametrize("column", ["input_ids", "text"])
+def test_documents_are_equal_where_all_their_rows_are(column: str) -> None:
+    """Whatever their order in the table; a row that many share, such as a last line, makes none."""
+    parts = [[1, 2], [3], [1, 2], [4], [1, 2], [3], [3], [1, 2], [1, 2], [1, 2, 3]]
+    names = [7, 7, 5, 5, 3, 3, 2, 2, 1, 0]
+    given: Any = parts if column == "input_ids" else [f"{part}" for part in parts]
+    rows = Dataset.from_dict({column: given})
+    found = distinct_documents(np.array(names), rows).tolist()
+    assert found == [3, 3, 5, 5, 3, 3, 2, 2, 1, 0]
+    order = [*range(0, 10, 2), *range(1, 10, 2)]
+    moved = distinct_documents(np.array(names)[order], rows.select(order))
+    assert moved.tolist() == [found[row] for row in order]
+    alone = np.arange(4)
+    assert distinct_documents(alone, rows.select([0, 1, 3, 9])) is alone
+
+
+def test_equal_texts_are_held_out_together() -> None:
+    rows = Dataset.from_dict({"text": [f"{number % 20}" for number in range(60)]})
+    kept, held = hold_out(rows, 0.2, seed=0)
+    assert len(held) == 12 and {*kept["text"]}.isdisjoint(held["text"])
+    same = Dataset.from_dict({"text": ["a"] * 20})  # there is nothing else to be had
+    assert [len(part) for part in hold_out(same, 0.2, seed=0)] == [16, 4]
