@@ -185,7 +185,8 @@ class ChatTemplate:
             problems.setdefault(turn, nothing)
         of_source = {int(sources[turn]): problems[turn] for turn in sorted(problems, reverse=True)}
         kept = np.flatnonzero(~np.isin(sources, list(of_source)))
-        return rows_of_turns(ids.take(kept), starts[kept], ends[kept], sources[kept]), of_source
+        rows = rows_of_turns(ids.take(kept), starts[kept], ends[kept], sources[kept], self.stop_ids)
+        return rows, of_source
 
     def _continued(
         self, before: str, before_ids: list[int], text: str, ids: list[int], index: int

@@ -65,10 +65,14 @@ def end_of_turns(
     return ends
 
 
-def rows_of_turns(ids: Ragged, starts: Any, ends: Any, sources: Any) -> LearntRows:
+def rows_of_turns(
+    ids: Ragged, starts: Any, ends: Any, sources: Any, stop_ids: Collection[int]
+) -> LearntRows:
     """Rows that hold each turn behind the context which it answers: as few as have each turn's
     tokens at their beginning. A turn is the first `ends` tokens of a row of `ids`, of which its
-    assistant wrote those from `starts` on; turns of one source stand one after the other."""
+    assistant wrote those from `starts` on; turns of one source stand one after the other. Where a
+    turn runs to the end of its text without one of `stop_ids`, and the next message opens with one,
+    that ended it and is learnt, too."""
     left = np.arange(len(sources))
     leader = np.empty(len(sources), np.int64)  # the last turn of the row that each turn is in
     while len(left):
@@ -83,6 +87,11 @@ def rows_of_turns(ids: Ragged, starts: Any, ends: Any, sources: Any) -> LearntRo
         left = left[~held]
     chosen, row = np.unique(leader, return_inverse=True)
     rows = ids.part(ids.starts[chosen], ends[chosen])
+    stops = np.fromiter(stop_ids, np.int64, len(stop_ids))
+    open_ = (ends == ids.lengths) & ~np.isin(ids.values[ids.starts + ends - 1], stops)
+    open_ &= ends < rows.lengths[row]
+    open_[open_] = np.isin(rows.values[(rows.starts[row] + ends)[open_]], stops)
+    ends = ends + open_
     edges = np.zeros(len(rows.values) + 1, np.int32)
     np.add.at(edges, rows.starts[row] + starts, 1)
     np.add.at(edges, rows.starts[row] + ends, -1)

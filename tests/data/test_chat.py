@@ -142,6 +142,33 @@ def test_stop_tokens_of_the_target_end_a_turn_before_other_special_tokens(tokeni
     assert learnt(tokenizer, template, [USER, ONE]) == [["Hello, you.<|end|>"]]
 
 
+def test_a_stop_token_that_opens_the_next_message_ends_the_turn_before_it(tokenizer: Any) -> None:
+    """The template closes no message, and the target writes the head of the next one."""
+    template = (
+        "{%- for m in messages %}{{- '<|' + m.role + '|>\n' + m.content }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|assistant|>\n' }}{%- endif %}"
+    )
+    stops = [tokenizer.convert_tokens_to_ids(token) for token in ("<|user|>", "<|end|>")]
+    talk = [USER, ONE, OTHER, TWO]
+    assert learnt(tokenizer, template, talk) == [["Hello, you.", "Nothing more."]]
+    assert learnt(tokenizer, template, talk, stop_ids=stops) == [
+        ["Hello, you.<|user|>", "Nothing more."]
+    ]
+    assert learnt(tokenizer, template, talk, stop_ids=stops[1:]) == [
+        ["Hello, you.", "Nothing more."]
+    ]
+    closed = template.replace("m.content", "m.content + '<|end|>'")
+    for stop_ids in (stops, stops[:1]):  # it ended, with a stop token or another special one
+        ends = ["Hello, you.<|end|>", "Nothing more.<|end|>"]
+        if stop_ids == stops[:1]:
+            ends[0] += "<|user|>"
+        assert learnt(tokenizer, closed, talk, stop_ids=stop_ids) == [ends]
+    spaced = template.replace("m.content", "m.content + '</s>\n'")
+    assert learnt(tokenizer, spaced, talk, stop_ids=stops) == [
+        ["Hello, you.</s>", "Nothing more.</s>"]
+    ]
+
+
 def test_white_space_at_the_end_of_an_answer_is_the_answers(tokenizer: Any) -> None:
     spaced = {"role": "assistant", "content": "Yes.\n\n"}
     assert learnt(tokenizer, templates.CHATML, [USER, spaced]) == [["Yes.\n\n<|im_end|>"]]
