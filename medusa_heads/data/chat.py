@@ -218,7 +218,9 @@ def _spoken(conversation: Conversation) -> list[int] | BadRow:
     found = [
         index
         for index, message in enumerate(conversation.messages)
-        if message["role"] == "assistant" and index >= conversation.context
+        if message["role"] == "assistant"
+        and index >= conversation.context
+        and message.get("weight") != 0
     ]
     if not found:
         return BadRow("no message of an assistant to learn from")

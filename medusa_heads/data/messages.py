@@ -30,8 +30,9 @@ def messages_of(
     filled: bool = True,
 ) -> list[dict[str, Any]]:
     """The messages of a column, all with a role and a text as content; a BadRow where they are
-    none, a role is unknown, a content holds something else than text, or a message of one of the
-    roles `say_something` is empty. `filled`: a list that is no JSON is of a table."""
+    none, a role is unknown, a content holds something else than text, a weight is neither 0 nor 1,
+    or a message of one of the roles `say_something` is empty. `filled`: a list
+    that is no JSON is of a table."""
     messages = [
         _message(message, i, column, say_something)
         for i, message in enumerate(_list(value, column, filled))
@@ -91,6 +92,9 @@ def _message(
     if not isinstance(role, str) or role not in roles:
         raise BadRow(f"{where} has the role {role!r}, expected one of {list(roles)}")
     found["role"] = roles[role]
+    weight = found.get("weight", 1)
+    if found["role"] == "assistant" and (type(weight) not in (int, float) or weight not in (0, 1)):
+        raise BadRow(f"{where} has the weight {weight!r}, expected 0 or 1")
     # Calls come without content, and templates write out what is given: None as 'None'.
     found["content"] = _text(found.get("content"), where)
     empty = not found["content"].strip() and not found.get("tool_calls")

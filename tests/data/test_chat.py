@@ -106,6 +106,18 @@ def test_only_messages_after_the_context_are_learnt(tokenizer: Any) -> None:
     )
 
 
+def test_messages_of_weight_nothing_are_not_learnt(tokenizer: Any) -> None:
+    """As OpenAI's form of conversations says it."""
+    unlearnt = {**ONE, "weight": 0}
+    for first, answers in (
+        (unlearnt, ["Nothing more.<|im_end|>"]),
+        ({**ONE, "weight": 1}, ["Hello, you.<|im_end|>", "Nothing more.<|im_end|>"]),
+    ):
+        assert learnt(tokenizer, templates.CHATML, [USER, first, OTHER, TWO]) == [answers]
+    with pytest.raises(BadRow, match="no message of an assistant to learn from"):
+        learnt(tokenizer, templates.CHATML, [USER, unlearnt])
+
+
 def test_text_after_the_last_answer_is_left_out(tokenizer: Any) -> None:
     chat = ChatTemplate(tokenizer, templates.CHATML)
     [(input_ids, _)] = rows_of(chat, Conversation([USER, ONE, OTHER]))

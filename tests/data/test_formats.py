@@ -180,3 +180,14 @@ def test_null_in_json_is_a_value(streaming: bool, tmp_path: Path) -> None:
         as_corpus(Dataset.from_list([as_text]), "table"),
     ):
         assert contents(corpus) == [Conversation(said, tools=row["tools"])]
+
+
+def test_a_weight_is_nothing_or_one() -> None:
+    messages = recognise(["messages"])
+    for weight in (0, 1, 0.0, 1.0, None, 0.5, 2, -1, "0", True, [1]):
+        row = {"messages": [{**CHAT[0], "weight": 7}, {**CHAT[1], "weight": weight}]}
+        if weight is not True and weight in (0, 1, None):
+            assert isinstance(messages.read(row), Conversation)
+            continue
+        with pytest.raises(BadRow, match="message 1 of 'messages' has the weight "):
+            messages.read(row)
