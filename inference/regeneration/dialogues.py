@@ -17,7 +17,7 @@ from medusa_heads.data.bad_rows import BadRow
 from medusa_heads.data.chat import ChatTemplate
 from medusa_heads.data.encoding import starts_twice
 from medusa_heads.data.formats import QUESTIONS, recognise
-from medusa_heads.data.messages import messages_of, tools_of
+from medusa_heads.data.messages import SYSTEM_COLUMN, behind_system, messages_of, tools_of
 from medusa_heads.errors import MedusaWarning
 from medusa_heads.inference.regeneration.answers import NO_CONVERSATION, NO_QUESTION, TEMPLATE
 from medusa_heads.inference.regeneration.prompts import Messages
@@ -87,14 +87,20 @@ class ChatDialogue(Dialogue):
     """
 
     def __init__(
-        self, row: int, said: Any, turns: Turns, chat: ChatTemplate, tools: Any = None
+        self,
+        row: int,
+        said: Any,
+        turns: Turns,
+        chat: ChatTemplate,
+        tools: Any = None,
+        system: Any = None,
     ) -> None:
         super().__init__(row, [])
         self._fault: Unanswerable | None = None
         messages: Messages = []
         try:
-            # Of a row without any, nothing is asked.
-            messages = messages_of(said, "messages", ("user",)) if said else []
+            if said:
+                messages = behind_system(messages_of(said, "messages", ("user",)), system)
         except BadRow as error:
             self._fault = Unanswerable(NO_CONVERSATION, str(error))
         self._messages = list(messages)
@@ -174,8 +180,13 @@ class Dialogues:
                     yield Dialogue(row, ids[starts_twice(self.tokenizer, text, ids) :])
             else:
                 for row, said in zip(mine, asked, strict=True):
-                    tools = table["tools"][row - start] if "tools" in table else None
-                    yield ChatDialogue(row, said, self.turns, self._chat, tools)
+                    beside = [
+                        table[name][row - start] if name in table else None
+                        for name in ("tools", SYSTEM_COLUMN)
+                    ]
+                    if self.column != "conversations":
+                        beside.pop()
+                    yield ChatDialogue(row, said, self.turns, self._chat, *beside)
 
 
 def read_dialogues(

@@ -8,6 +8,7 @@ from datasets import Dataset
 
 from medusa_heads.data.bad_rows import BadRow
 from medusa_heads.data.formats import QUESTIONS
+from medusa_heads.data.messages import SYSTEM_COLUMN
 from medusa_heads.data.sources import PLACE_COLUMN, load_corpus
 
 
@@ -26,7 +27,7 @@ def read_table(
     assert isinstance(rows, Dataset)
     if PLACE_COLUMN in rows.column_names:  # each row of such files was looked at
         return rows.remove_columns(PLACE_COLUMN)
-    read = {*corpus.format.columns, "tools"} & {*rows.column_names}
+    read = {*corpus.format.columns, "tools", SYSTEM_COLUMN} & {*rows.column_names}
     broken = set()
     for number, row in enumerate(rows.select_columns(sorted(read))):
         try:

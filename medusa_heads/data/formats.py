@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa_heads.data.bad_rows import BadRow
-from medusa_heads.data.messages import messages_of, tools_of
+from medusa_heads.data.messages import (
+    SPEAKERS,
+    SYSTEM_COLUMN,
+    behind_system,
+    messages_of,
+    tools_of,
+)
 from medusa_heads.files import parse_json
 
 CONTEXT_COLUMN = "_context"
@@ -100,16 +106,15 @@ class Format:
             return QuestionTokens(_token_ids(row[first], first))
         if self.name == "question" and _is_text(row[first]):
             return Question(row[first])
-        if self.name in ("question", "questions"):
-            messages = messages_of(row[first], first, ("user",), filled=filled)
-            return Conversation(messages, 0, tools_of(row.get("tools"), filled=filled))
         if self.name == "text":
             return Document(_text(row[first], first))
-        if self.name == "messages":
-            messages = messages_of(row[first], first, filled=filled)
-            return Conversation(
-                messages, row.get(CONTEXT_COLUMN) or 0, tools_of(row.get("tools"), filled=filled)
-            )
+        if self.name in ("question", "questions", "messages"):
+            say_something = SPEAKERS if self.name == "messages" else ("user",)
+            messages = messages_of(row[first], first, say_something, filled=filled)
+            if first == "conversations":
+                messages = behind_system(messages, row.get(SYSTEM_COLUMN))
+            unlearnt = row.get(CONTEXT_COLUMN) or 0
+            return Conversation(messages, unlearnt, tools_of(row.get("tools"), filled=filled))
         strings = [isinstance(row[column], str) for column in self.columns]
         texts = [_is_text(row[column]) for column in self.columns]
         if all(strings) and any(texts):

@@ -11,6 +11,10 @@ from medusa_heads.files import parse_json
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of a `messages` column, as chat templates know them."""
 
+SYSTEM_COLUMN = "system"
+"""Of a table in the form of ShareGPT: what the system says before the conversation."""
+
+_INSTRUCTORS = ("system", "developer")
 _SAME_ROLES = {role: role for role in ROLES}
 _SHAREGPT_ROLES = {
     "human": "user",
@@ -18,14 +22,14 @@ _SHAREGPT_ROLES = {
     **dict.fromkeys(("observation", "function_response"), "tool"),
     **_SAME_ROLES,
 }
-# Without these a message says nothing; a tool may answer with nothing, a system may be left empty.
-_SPEAKERS = ("user", "assistant")
+SPEAKERS = ("user", "assistant")
+"""Roles that must say something; a tool may answer with nothing, a system may be left empty."""
 
 
 def messages_of(
     value: Any,
     column: str,
-    say_something: Collection[str] = _SPEAKERS,
+    say_something: Collection[str] = SPEAKERS,
     *,
     filled: bool = True,
 ) -> list[dict[str, Any]]:
@@ -40,6 +44,16 @@ def messages_of(
     if not messages:
         raise BadRow(f"{column!r} is empty")
     return messages
+
+
+def behind_system(messages: list[dict[str, Any]], text: Any) -> list[dict[str, Any]]:
+    """The same behind a system's message of that text, unless they have one or it is empty, as a
+    row may have it beside its messages; a BadRow where it is something else."""
+    if text is not None and not isinstance(text, str):
+        raise BadRow(f"{SYSTEM_COLUMN!r} is of type {type(text).__name__}, expected a text")
+    if not (text or "").strip() or any(said["role"] in _INSTRUCTORS for said in messages):
+        return messages
+    return [{"role": "system", "content": text}, *messages]
 
 
 def parted(message: Mapping[str, Any]) -> dict[str, Any]:

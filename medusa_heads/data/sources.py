@@ -20,6 +20,7 @@ from medusa_heads.data.formats import (
     plain_columns,
     recognise,
 )
+from medusa_heads.data.messages import SYSTEM_COLUMN
 from medusa_heads.files import check_folder, code_sha256, half_character
 
 PLACE_COLUMN = "_place"
@@ -279,6 +280,8 @@ def _parquet_table(file: Path) -> Dataset:
 
 def _join(parts: Sequence[Corpus]) -> Corpus:
     wanted = [*parts[0].format.columns, "tools", CONTEXT_COLUMN, PLACE_COLUMN]
+    if "conversations" in wanted:
+        wanted.append(SYSTEM_COLUMN)
     tables = []
     for number, part in enumerate(parts):
         names = part.rows.column_names  # of a stream they may be unknown, and all are kept

@@ -191,3 +191,32 @@ def test_a_weight_is_nothing_or_one() -> None:
             continue
         with pytest.raises(BadRow, match="message 1 of 'messages' has the weight "):
             messages.read(row)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_system_text_in_a_column_of_its_own_comes_first(kind: str, tmp_path: Path) -> None:
+    """As some corpora in the form of ShareGPT have it."""
+    talk = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]
+    own = {"from": "system", "value": "Own."}
+    rows = [
+        {"conversations": talk, "system": "Be kind."},
+        {"conversations": [own, *talk], "system": "Be kind."},
+        {"conversations": talk, "system": ""},
+        {"conversations": talk, "system": None},
+    ]
+    path = tmp_path / f"talks.{kind}"
+    if kind == "jsonl":
+        path.write_text(as_lines(rows))
+    else:
+        Dataset.from_list(rows).to_parquet(path)
+    kind_of = {"role": "system", "content": "Be kind."}
+    found = [each.messages for each in contents(load_corpus(str(path)))]
+    system = {"role": "system", "content": "Own."}
+    assert found == [[kind_of, *CHAT], [system, *CHAT], CHAT, CHAT]
+    if kind == "parquet":
+        Dataset.from_list([{"conversations": talk}]).to_parquet(tmp_path / "other.parquet")
+        both = load_corpus([str(path), str(tmp_path / "other.parquet")])
+        assert [each.messages for each in contents(both)] == [*found, CHAT]
+    read = recognise(["conversations"]).read
+    with pytest.raises(BadRow, match="'system' is of type int, expected a text"):
+        read({"conversations": talk, "system": 7})
