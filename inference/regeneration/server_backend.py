@@ -10,20 +10,12 @@ that.
 from __future__ import annotations
 
 import json
-import logging
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from threading import Lock
 from typing import Any, Literal
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
-from urllib3 import PoolManager, ProxyManager, Retry, Timeout
-from urllib3.exceptions import HTTPError
-
-from medusa_heads.files import parse_json
 from medusa_heads.inference.regeneration import answers
 from medusa_heads.inference.regeneration.answers import (
     Answer,
@@ -33,29 +25,15 @@ from medusa_heads.inference.regeneration.answers import (
     Sampling,
     Take,
 )
+from medusa_heads.inference.regeneration.connections import Servers
 from medusa_heads.inference.regeneration.prompts import Prompt
 from medusa_heads.inference.regeneration.replies import SHOWN, complaint, spelling
 from medusa_heads.inference.regeneration.side_by_side import side_by_side
-from medusa_heads.masking import MASK
 
 Endpoint = Literal["auto", "completions", "chat"]
 
-_RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
-_NOT_FOR_US = (401, 403)
 _UNKNOWN_HERE = (400, 404, 405, 415, 422, 501)  # the server has no such endpoint, or no ids there
-_LONGEST_PAUSE = 30.0  # seconds between two tries
 _DEAD_AFTER = 16  # failures in a row, of whatever kind, and not one answer between them
-
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class _Server:
-    url: str
-    pool: PoolManager
-    under_way: int = 0  # requests
-    errors: int = 0  # of its own, in a row
 
 
 @dataclass(eq=False)
@@ -88,16 +66,6 @@ class ServerBackend(Backend):
         urls = [self.base_url] if isinstance(self.base_url, str) else self.base_url
         if self.endpoint not in ("auto", "completions", "chat"):
             raise ValueError(f"endpoint must be auto, completions or chat, got {self.endpoint!r}")
-        for url in map(urlsplit, urls):
-            if "@" in (url.netloc or url.path) or url.query:
-                raise ValueError(
-                    "base_url holds a password or a query: put the key into the variable "
-                    f"{self.api_key_variable}"
-                )
-            if url.scheme not in ("http", "https") or not url.netloc:
-                raise ValueError(
-                    f"expected a base_url such as http://localhost:8000/v1, got {url.geturl()!r}"
-                )
         if self.concurrency < 1 or self.retries < 0 or self.timeout <= 0:
             raise ValueError(
                 "expected a concurrency of at least 1, retries of at least 0 and a timeout above "
@@ -105,24 +73,14 @@ class ServerBackend(Backend):
             )
         self._chosen = self.endpoint
         self._failures, self._lived, self._lock = 0, False, Lock()
-        retry = Retry(
-            total=self.retries,
-            read=min(self.retries, 2),  # of requests that reached it, and may have run into timeout
-            status_forcelist=_RETRIED,
-            allowed_methods=None,  # POST too: an answer asked for twice does no harm
-            backoff_factor=0.5,
-            backoff_max=_LONGEST_PAUSE,
-            backoff_jitter=0.5,
-            raise_on_status=False,
+        self._servers = Servers(
+            urls,
+            retries=self.retries,
+            timeout=self.timeout,
+            connections=self.concurrency,
+            key_variable=self.api_key_variable,
         )
-        pool: dict[str, Any] = {"maxsize": self.concurrency, "block": True, "retries": retry}
-        pool["timeout"] = Timeout(self.timeout)
-        self._servers = []
-        for url in map(urlsplit, urls):
-            proxy = None if proxy_bypass(url.hostname or "") else getproxies().get(url.scheme)
-            reached = ProxyManager(proxy, **pool) if proxy else PoolManager(**pool)
-            self._servers.append(_Server(url.geturl().rstrip("/"), reached))
-        self._where = " and ".join(server.url for server in self._servers)
+        self._where = self._servers.where
 
     def describe(self) -> dict[str, Any]:
         """The server's name for the target; which weights it holds, only it knows. Its address is
@@ -183,47 +141,8 @@ class ServerBackend(Backend):
             )
         else:
             request["messages"] = [dict(said) for said in prompt.messages]
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(self.api_key_variable):
-            headers["Authorization"] = f"Bearer {key}"
-        path, body = f"/{'chat/' * (endpoint == 'chat')}completions", json.dumps(request)
-        while True:
-            with self._lock:
-                server = min(self._servers, key=lambda each: each.under_way + each.errors)
-                server.under_way += 1
-            try:
-                response = server.pool.request(
-                    "POST", server.url + path, body=body, headers=headers
-                )
-                server.errors = server.errors + 1 if response.status >= 500 else 0
-                break
-            except HTTPError as error:
-                reason = type(getattr(error, "reason", None) or error).__name__
-                if not self._leave_out(server, reason):
-                    return 0, reason
-            finally:
-                with self._lock:
-                    server.under_way -= 1
-        if response.status in _NOT_FOR_US:
-            raise ValueError(
-                f"{self._where} refuses access ({response.status}): put the API key into the "
-                f"environment variable {self.api_key_variable}"
-            )
-        text = response.data.decode("utf-8", "replace")
-        if key and response.status != 200:  # what a server complains of is written down
-            text = text.replace(key, MASK)
-        try:
-            return response.status, parse_json(text)
-        except ValueError:
-            return response.status, text
-
-    def _leave_out(self, server: _Server, reason: str) -> bool:
-        """Ask a server no more, if there are others."""
-        with self._lock:
-            if server in self._servers and len(self._servers) > 1:
-                logger.warning("no server answers at %s (%s): it is left out", server.url, reason)
-                self._servers.remove(server)
-            return server not in self._servers
+        path = f"/{'chat/' * (endpoint == 'chat')}completions"
+        return self._servers.post(path, json.dumps(request))
 
     def _ask(self, prompt: Prompt, sampling: Sampling) -> Answer:
         status, reply = self._post(self._chosen, prompt, sampling)
