@@ -17,6 +17,7 @@ EMPTY = "empty answer"
 SERVER_ERROR = "server error"
 BROKEN_TEXT = "text that the target's tokenizer does not give back"
 CUT_TEXT = "reasoning cut off by the server"
+CUT_CALLS = "tool calls cut out by the server"
 # Why it was not asked at all.
 TOO_LONG = "too long for the target's context"
 TEMPLATE = "refused by the chat template"

@@ -20,7 +20,7 @@ from medusa_heads.data.formats import QUESTIONS, recognise
 from medusa_heads.data.messages import SYSTEM_COLUMN, behind_system, messages_of, tools_of
 from medusa_heads.errors import MedusaWarning
 from medusa_heads.inference.regeneration.answers import NO_CONVERSATION, NO_QUESTION, TEMPLATE
-from medusa_heads.inference.regeneration.prompts import Messages
+from medusa_heads.inference.regeneration.prompts import Messages, Talk
 
 Turns = Literal["last", "all"]
 Row = dict[str, "array[int]"]
@@ -53,8 +53,8 @@ class Dialogue:
         self._asked = array("q", input_ids)
         self._rows: list[Row] = []
 
-    def ask(self, turn: int) -> tuple[Sequence[int], Messages | None]:
-        """The question of a turn, as tokens and, in a conversation, as messages. Raises
+    def ask(self, turn: int) -> tuple[Sequence[int], Talk | None]:
+        """The question of a turn, as tokens and, in a conversation, as what they render. Raises
         Unanswerable: there is none."""
         if not self._asked:
             raise Unanswerable(NO_QUESTION, "the prompt has no tokens")
@@ -112,7 +112,7 @@ class ChatDialogue(Dialogue):
         self.turns = max(len(self._places), 1)  # a row without a question is asked for in vain
         self._turn = 0
 
-    def ask(self, turn: int) -> tuple[Sequence[int], Messages | None]:
+    def ask(self, turn: int) -> tuple[Sequence[int], Talk | None]:
         """The conversation up to that turn of the assistant."""
         if self._fault is not None:
             raise self._fault
@@ -126,7 +126,7 @@ class ChatDialogue(Dialogue):
         except ValueError as error:
             raise Unanswerable(TEMPLATE, str(error.__cause__ or error)) from error
         self._asked = array("q", self._chat.encode([text])[0])
-        return super().ask(turn)[0], before
+        return super().ask(turn)[0], Talk(before, tools, self._chat.arguments)
 
     def take(self, tokens: Sequence[int]) -> None:
         """The answer, which from now on is what was said."""

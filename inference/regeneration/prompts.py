@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,14 @@ from transformers import LogitsProcessor
 Messages = Sequence[Mapping[str, Any]]
 
 
+class Talk(NamedTuple):
+    """A conversation, and what else its chat template is given."""
+
+    messages: Messages
+    tools: Sequence[Any] | None = None
+    variables: Mapping[str, Any] = {}
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One question."""
@@ -30,7 +38,7 @@ class Prompt:
     input_ids: Sequence[int]
     greedy: bool  # whether the answer is the likeliest text, or drawn
     row: int = 0  # of the corpus: equal prompts in other rows are to get other answers
-    messages: Messages | None = field(default=None, compare=False)  # that the tokens render
+    talk: Talk | None = field(default=None, compare=False)  # that the tokens render
 
     @cached_property
     def key(self) -> str:

@@ -152,13 +152,13 @@ def _questions(
         try:
             if silent:
                 raise Unanswerable(EARLIER_TURN)
-            input_ids, messages = dialogue.ask(turn)
+            input_ids, talk = dialogue.ask(turn)
             _check_fits(input_ids, sampling, backend)
         except Unanswerable as error:
             accounting.missed("skipped", error.reason, dialogue.row, turn, error.detail)
             silent = True
             continue
-        prompt = Prompt(input_ids, greedy, dialogue.row, messages)
+        prompt = Prompt(input_ids, greedy, dialogue.row, talk)
         answer = yield prompt
         if answer.failure is None:
             dialogue.take(answer.tokens)

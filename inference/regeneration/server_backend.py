@@ -113,7 +113,7 @@ class ServerBackend(Backend):
             raise ValueError(f"no server answers at {self._where} ({reply})")
         if status not in _UNKNOWN_HERE:
             return "completions"
-        if prompt.messages is None:
+        if prompt.talk is None:
             raise ValueError(
                 f"{self._where} takes no token ids under /completions ({status}: "
                 f"{complaint(reply)}), and prompts without messages cannot be asked otherwise"
@@ -134,13 +134,19 @@ class ServerBackend(Backend):
             request["return_token_ids"] = True
         if endpoint == "completions":
             request["prompt"] = [int(token) for token in prompt.input_ids]
-        elif prompt.messages is None:
+        elif prompt.talk is None:
             raise ValueError(
                 "the chat endpoint needs conversations, and the corpus has plain prompts: use the "
                 "endpoint completions"
             )
         else:
-            request["messages"] = [dict(said) for said in prompt.messages]
+            request["messages"] = [dict(said) for said in prompt.talk.messages]
+            # By the names that vLLM and SGLang give them; without them, the server would render
+            # another prompt than the one that the answer is stored behind.
+            if prompt.talk.tools:
+                request["tools"] = prompt.talk.tools
+            if prompt.talk.variables:
+                request["chat_template_kwargs"] = dict(prompt.talk.variables)
         path = f"/{'chat/' * (endpoint == 'chat')}completions"
         return self._servers.post(path, json.dumps(request))
 
@@ -181,6 +187,8 @@ class ServerBackend(Backend):
         text = message["content" if self._chosen == "chat" else "text"] or ""
         if message.get("reasoning_content") or message.get("reasoning"):
             return Answer(failure=answers.CUT_TEXT, detail="use the endpoint completions")
+        if message.get("tool_calls"):
+            return Answer(failure=answers.CUT_CALLS, detail="use the endpoint completions")
         remarks = []
         if usage.get("prompt_tokens") not in (None, len(prompt.input_ids)):
             remarks.append(answers.OTHER_PROMPT)

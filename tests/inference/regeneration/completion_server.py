@@ -87,7 +87,11 @@ class _Handler(BaseHTTPRequestHandler):
         is_chat = self.path.endswith("/chat/completions")
         if is_chat:
             prompt = server.tokenizer.apply_chat_template(
-                request["messages"], add_generation_prompt=True, return_dict=False
+                request["messages"],
+                tools=request.get("tools"),
+                add_generation_prompt=True,
+                return_dict=False,
+                **request.get("chat_template_kwargs", {}),
             )
         elif isinstance(request["prompt"], list) and server.takes_ids:
             prompt = request["prompt"]

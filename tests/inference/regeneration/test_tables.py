@@ -8,6 +8,7 @@ import pytest
 from datasets import Dataset
 
 from medusa_heads.inference.regeneration.dialogues import Unanswerable, read_dialogues
+from medusa_heads.inference.regeneration.prompts import Talk
 from medusa_heads.inference.regeneration.tables import read_table
 from tests.inference.speaking import make_tokenizer
 
@@ -91,14 +92,14 @@ def test_conversations_of_sharegpt_are_asked_as_those_of_messages(tmp_path: Path
     table.to_parquet(tmp_path / "talks.parquet")
     for name in ("talks.jsonl", "talks.parquet"):
         (dialogue,) = read_dialogues(read_table(str(tmp_path / name)), make_tokenizer())
-        assert dialogue.ask(0)[1] == [{"role": "user", "content": "Hi"}]
+        assert dialogue.ask(0)[1] == Talk([{"role": "user", "content": "Hi"}])
     table = table.add_column("system", ["Be kind."])
     table.to_json(tmp_path / "talks.jsonl")
     table.to_parquet(tmp_path / "talks.parquet")
     for name in ("talks.jsonl", "talks.parquet"):
         (dialogue,) = read_dialogues(read_table(str(tmp_path / name)), make_tokenizer())
         system = {"role": "system", "content": "Be kind."}
-        assert dialogue.ask(0)[1] == [system, {"role": "user", "content": "Hi"}]
+        assert dialogue.ask(0)[1] == Talk([system, {"role": "user", "content": "Hi"}])
 
 
 def test_what_tables_fill_in_is_not_asked() -> None:
