@@ -15,6 +15,7 @@ from medusa_heads.settings import at_least
 # Why a prompt was asked in vain.
 EMPTY = "empty answer"
 SERVER_ERROR = "server error"
+REFUSED = "refused by the server"
 BROKEN_TEXT = "text that the target's tokenizer does not give back"
 CUT_TEXT = "reasoning cut off by the server"
 CUT_CALLS = "tool calls cut out by the server"
@@ -26,7 +27,7 @@ NO_CONVERSATION = "no conversation"
 UNKNOWN_TOKENS = "tokens that the target does not have"
 EARLIER_TURN = "an earlier turn has no answer"
 # Another run may be luckier with these: they are not kept on disk.
-PASSING = frozenset({SERVER_ERROR})
+PASSING = frozenset({SERVER_ERROR, REFUSED})
 # What is said of an answer that is used all the same.
 OTHER_TOKENS = "answers the server counts other tokens in"
 OTHER_PROMPT = "prompts the server counts other tokens in"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from threading import Lock
 from typing import Any, Literal
@@ -33,6 +33,8 @@ from medusa_heads.inference.regeneration.side_by_side import side_by_side
 Endpoint = Literal["auto", "completions", "chat"]
 
 _UNKNOWN_HERE = (400, 404, 405, 415, 422, 501)  # the server has no such endpoint, or no ids there
+_REFUSED = (400, 413, 422)  # a prompt, such as one that is too long for the server
+_GREETING = ({"role": "user", "content": "Hello"},)
 _DEAD_AFTER = 16  # failures in a row, of whatever kind, and not one answer between them
 
 
@@ -72,7 +74,9 @@ class ServerBackend(Backend):
                 f"0, got {self.concurrency}, {self.retries} and {self.timeout}"
             )
         self._chosen = self.endpoint
-        self._failures, self._lived, self._lock = 0, False, Lock()
+        self._failures, self._lock = 0, Lock()
+        self._lived, self._trying = False, Lock()
+        self._tried: Endpoint | None = None
         self._servers = Servers(
             urls,
             retries=self.retries,
@@ -108,7 +112,7 @@ class ServerBackend(Backend):
             yield answered
 
     def _choose_endpoint(self, prompt: Prompt, sampling: Sampling) -> Endpoint:
-        status, reply = self._post("completions", prompt, sampling)
+        status, reply = self._try("completions", prompt, sampling)
         if not status:
             raise ValueError(f"no server answers at {self._where} ({reply})")
         if status not in _UNKNOWN_HERE:
@@ -119,6 +123,23 @@ class ServerBackend(Backend):
                 f"{complaint(reply)}), and prompts without messages cannot be asked otherwise"
             )
         return "chat"
+
+    def _try(self, endpoint: Endpoint, prompt: Prompt, sampling: Sampling) -> tuple[int, Any]:
+        """What the server says to the shortest question, asked as this one would be: what is wrong
+        with the prompt itself says nothing of the server."""
+        talk = prompt.talk and prompt.talk._replace(messages=_GREETING, tools=None)
+        short = Prompt(prompt.input_ids[:1], prompt.greedy, prompt.row, talk)
+        status, reply = self._post(endpoint, short, replace(sampling, max_new_tokens=1))
+        with self._lock:
+            self._tried, self._lived = endpoint, self._lived or status == 200
+        return status, reply
+
+    def _refuses_this_alone(self, prompt: Prompt, sampling: Sampling) -> bool:
+        """Whether a server that refuses a prompt answers others."""
+        with self._trying:
+            if not self._lived and self._tried != self._chosen:
+                self._try(self._chosen, prompt, sampling)
+        return self._lived
 
     def _post(self, endpoint: str, prompt: Prompt, sampling: Sampling) -> tuple[int, Any]:
         """The status and the reply, as JSON or else as text; status 0 and why, if none came after
@@ -157,6 +178,8 @@ class ServerBackend(Backend):
             return self._failed(reply, what, at_once=True)
         if status != 200:
             detail = f"{status}: {complaint(reply)}"
+            if status in _REFUSED and self._refuses_this_alone(prompt, sampling):
+                return Answer(failure=answers.REFUSED, detail=detail)
             return self._failed(detail, f"{self._where} answers nothing but errors ({detail})")
         try:
             answer = self._read(prompt, reply)

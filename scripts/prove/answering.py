@@ -38,7 +38,7 @@ class AnsweringServer(CompletionServer):
                 self.counts[1] += 1
             return super().complete(prompt, request)
         rng = random.Random(str([prompt, request["seed"], request["temperature"]]))
-        words = rng.choices(WORDS, k=rng.randint(1, request["max_tokens"] // 4))
+        words = rng.choices(WORDS, k=rng.randint(1, max(1, request["max_tokens"] // 4)))
         tokens = self.tokenizer("".join(f" {word}" for word in words))["input_ids"]
         ended = rng.random() < 0.5
         return [*tokens, *[self.tokenizer.eos_token_id] * ended], "stop" if ended else "length"

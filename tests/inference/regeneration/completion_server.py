@@ -22,6 +22,7 @@ class CompletionServer(ThreadingHTTPServer):
         key: the API key it wants, if any.
         failures: status codes to answer with before anything else, in order.
         dies_after: requests after which all others fail.
+        longest: tokens of the longest prompt that is not refused.
         spoil: what to do to each text before it is sent.
         requests: bodies of all requests.
         authorizations: their headers.
@@ -36,6 +37,7 @@ class CompletionServer(ThreadingHTTPServer):
         self.key: str | None = None
         self.failures: list[int] = []
         self.dies_after: int | None = None
+        self.longest: int | None = None
         self.spoil = lambda text: text
         self.requests: list[dict[str, Any]] = []
         self.authorizations: list[str | None] = []
@@ -97,6 +99,8 @@ class _Handler(BaseHTTPRequestHandler):
             prompt = request["prompt"]
         else:
             return self._send(422, {"error": {"message": "prompt must be a string"}})
+        if server.longest is not None and len(prompt) > server.longest:
+            return self._send(400, {"error": {"message": "too long"}})
         tokens, reason = server.complete(prompt, request)
         ended = reason == "stop"
         text = server.spoil(server.tokenizer.decode(tokens[:-1] if ended else tokens))

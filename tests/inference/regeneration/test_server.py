@@ -15,6 +15,7 @@ from medusa_heads.inference.regeneration.answers import (
     BROKEN_TEXT,
     EMPTY,
     OTHER_PROMPT,
+    REFUSED,
     SERVER_ERROR,
     Sampling,
 )
@@ -81,9 +82,7 @@ def test_auto_falls_back_to_chat_where_token_ids_are_not_taken(
     assert ask(backend(server), tmp_path).accounting.done == len(TALKS)
     assert [("messages" in request) for request in server.requests] == [False] + [True] * len(TALKS)
     windows = read_dialogues(Dataset.from_dict({"input_ids": [[1, 2]]}), None)
-    with pytest.raises(
-        ValueError, match=r"takes no token ids under /completions .* prompt must be"
-    ):
+    with pytest.raises(ValueError, match=r"no token ids under /completions .* prompt must be"):
         answer_dialogues(backend(server), windows, SAMPLING, cache_dir=tmp_path, progress=False)
 
 
@@ -114,14 +113,16 @@ def test_passing_failures_are_tried_again(server: CompletionServer, tmp_path: Pa
 def test_a_failed_prompt_is_counted_and_asked_again_by_the_next_run(
     server: CompletionServer, tmp_path: Path
 ) -> None:
-    server.failures = [400, 500]
+    server.failures = [500, 400]
     first = ask(backend(server, endpoint="chat", retries=0, concurrency=1), tmp_path)
-    assert (first.accounting.done, first.accounting.failed) == (6, {SERVER_ERROR: 2})
-    assert first.accounting.problems[0]["detail"] == "400: not now"
+    counted = first.accounting
+    assert (counted.done, counted.failed) == (6, {REFUSED: 1, SERVER_ERROR: 1})
+    details = [problem["detail"] for problem in counted.problems]
+    assert details == ["500: not now", "400: not now"]
     assert len(first.rows) == 6
     second = ask(backend(server, endpoint="chat"), tmp_path)
     assert (second.accounting.done, second.accounting.reused) == (8, 6)
-    assert len(server.requests) == 8 + 2
+    assert len(server.requests) == 8 + 2 + 1  # one to see whether anything is answered
 
 
 def test_a_server_that_dies_ends_the_run_and_keeps_what_it_said(
