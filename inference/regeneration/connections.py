@@ -35,7 +35,7 @@ class _Server:
 
 class Servers:
     """Each request goes to the server with the fewest under way, an error in a row counting as one
-    more; one that is gone is left out. Raises ValueError: a URL that is none.
+    more; one that is gone is left out. Raises ValueError: a URL or a key that is none.
 
     Args:
         retries: of a request that failed in passing, with growing pauses.
@@ -66,6 +66,7 @@ class Servers:
                 raise ValueError(
                     f"expected a base_url such as http://localhost:8000/v1, got {url.geturl()!r}"
                 )
+        _key(key_variable)
         self._key_variable, self._lock = key_variable, Lock()
         retry = Retry(
             total=retries,
@@ -90,7 +91,7 @@ class Servers:
         """The status and the reply, as JSON or else as text; status 0 and why, if none came after
         all retries. Raises ValueError: the server refuses access."""
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(self._key_variable):
+        if key := _key(self._key_variable):
             headers["Authorization"] = f"Bearer {key}"
         while True:
             with self._lock:
@@ -129,3 +130,18 @@ class Servers:
                 logger.warning("no server answers at %s (%s): it is left out", server.url, reason)
                 self._servers.remove(server)
             return server not in self._servers
+
+
+def _key(variable: str) -> str | None:
+    """The API key in an environment variable, without white space around it. Raises ValueError: it
+    cannot stand in a request; an HTTP library's own words would quote it."""
+    said = os.environ.get(variable)
+    if not said:
+        return None
+    key = said.strip()
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError(
+            f"the environment variable {variable} holds no API key: it is blank, or has a space, a "
+            "line break or other characters in it that cannot stand in a request"
+        )
+    return key

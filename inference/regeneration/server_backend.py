@@ -45,7 +45,7 @@ class ServerBackend(Backend):
     one that is gone is left out.
 
     The API key is read from the environment; it is neither kept nor written anywhere. Raises
-    ValueError: a URL that is none, a size below one, or an unknown endpoint."""
+    ValueError: a URL or a key that is none, a size below one, or an unknown endpoint."""
 
     # Up to and including the version, such as `http://localhost:8000/v1`.
     base_url: str | Sequence[str]

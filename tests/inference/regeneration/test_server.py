@@ -243,12 +243,12 @@ def test_replies_of_another_protocol_are_failures(
 def test_a_key_that_the_server_repeats_is_starred_out(
     server: CompletionServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MY_KEY", "not now")  # which is what the server says
+    monkeypatch.setenv("MY_KEY", "now")  # which is what the server says
     server.failures = [400]
     result = ask(
         backend(server, endpoint="chat", concurrency=1, api_key_variable="MY_KEY"), tmp_path
     )
-    assert result.accounting.problems[0]["detail"] == "400: ***"
+    assert result.accounting.problems[0]["detail"] == "400: not ***"
 
 
 def test_who_leaves_does_not_wait_for_what_is_on_its_way(server: CompletionServer) -> None:

@@ -1,0 +1,85 @@
+"""The way to a server: keys, and what never comes to light."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from email.message import Message
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import pytest
+
+from medusa_heads.inference.regeneration.connections import Servers
+from medusa_heads.inference.regeneration.server_backend import ServerBackend
+from tests.inference.speaking import make_tokenizer
+
+
+class Echo(ThreadingHTTPServer):
+    """Answers every request with `{}`, but first with what `before` holds: statuses, each with
+    headers. It remembers the paths and headers that it was sent."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.before: list[tuple[int, dict[str, str]]] = []
+        self.paths: list[str] = []
+        self.headers: list[Message] = []
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Echo
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.paths.append(self.path)
+        self.server.headers.append(self.headers)
+        status, headers = self.server.before.pop(0) if self.server.before else (200, {})
+        self.send_response(status)
+        for name, value in ({"Content-Length": "2"} | headers).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def echo() -> Iterator[Echo]:
+    with Echo() as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def reach(*urls: str, retries: int = 0, timeout: float = 10.0) -> Servers:
+    """Servers that want the key in MY_KEY."""
+    return Servers(urls, retries=retries, timeout=timeout, connections=1, key_variable="MY_KEY")
+
+
+@pytest.mark.parametrize("key", ["sesame\u20ac4711", "sesame\n4711", "Bearer sesame4711", " \r\n"])
+def test_a_key_that_cannot_stand_in_a_request_is_not_repeated(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", key)
+    with pytest.raises(ValueError, match=r"^the environment variable MY_KEY .* no API key") as told:
+        ServerBackend(
+            "http://host/v1", "tiny", make_tokenizer(), ends=[], api_key_variable="MY_KEY"
+        )
+    assert "sesame" not in str(told.value) and told.value.__context__ is None
+
+
+@pytest.mark.parametrize("end", ["\r", "\n", " \r\n", "\t"])
+def test_white_space_around_a_key_is_not_sent(
+    end: str, echo: Echo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", f"sesame-4711{end}")
+    assert reach(echo.url).post("/completions", "{}")[0] == 200
+    assert echo.headers[-1]["Authorization"] == "Bearer sesame-4711"
+    monkeypatch.delenv("MY_KEY")
+    assert reach(echo.url).post("/completions", "{}")[0] == 200
+    assert "Authorization" not in echo.headers[-1]
