@@ -17,6 +17,7 @@ EMPTY = "empty answer"
 SERVER_ERROR = "server error"
 REFUSED = "refused by the server"
 BROKEN_TEXT = "text that the target's tokenizer does not give back"
+OVERLONG = "longer than asked for"
 CUT_TEXT = "reasoning cut off by the server"
 CUT_CALLS = "tool calls cut out by the server"
 # Why it was not asked at all.
@@ -27,7 +28,7 @@ NO_CONVERSATION = "no conversation"
 UNKNOWN_TOKENS = "tokens that the target does not have"
 EARLIER_TURN = "an earlier turn has no answer"
 # Another run may be luckier with these: they are not kept on disk.
-PASSING = frozenset({SERVER_ERROR, REFUSED})
+PASSING = frozenset({SERVER_ERROR, REFUSED, OVERLONG})
 # What is said of an answer that is used all the same.
 OTHER_TOKENS = "answers the server counts other tokens in"
 OTHER_PROMPT = "prompts the server counts other tokens in"

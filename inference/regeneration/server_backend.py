@@ -24,6 +24,7 @@ from medusa_heads.inference.regeneration.answers import (
     OnTokens,
     Sampling,
     Take,
+    as_answer,
 )
 from medusa_heads.inference.regeneration.connections import Servers
 from medusa_heads.inference.regeneration.prompts import Prompt
@@ -182,7 +183,7 @@ class ServerBackend(Backend):
                 return Answer(failure=answers.REFUSED, detail=detail)
             return self._failed(detail, f"{self._where} answers nothing but errors ({detail})")
         try:
-            answer = self._read(prompt, reply)
+            answer = self._read(prompt, reply, sampling)
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             what = f"{self._where} does not speak the protocol ({error!r})"
             return self._failed(f"not the protocol: {error!r}", what)
@@ -202,7 +203,7 @@ class ServerBackend(Backend):
                 )
         return Answer(failure=answers.SERVER_ERROR, detail=detail)
 
-    def _read(self, prompt: Prompt, reply: Any) -> Answer:
+    def _read(self, prompt: Prompt, reply: Any, sampling: Sampling) -> Answer:
         choice = reply["choices"][0]
         usage = reply.get("usage") or {}
         ended = choice.get("finish_reason") == "stop"
@@ -225,9 +226,26 @@ class ServerBackend(Backend):
             tokens = spelling(self.tokenizer, prompt, text)
             if tokens is None:
                 return Answer(failure=answers.BROKEN_TEXT, detail=text[:SHOWN])
+            # The target stops at an end: one within its text is spelt by other tokens.
+            if any(token in self.ends for token in tokens[:-1]):
+                return Answer(failure=answers.BROKEN_TEXT, detail=text[:SHOWN])
             made = usage.get("completion_tokens")
             if made not in (None, len(tokens), len(tokens) + ended):
                 remarks.append(answers.OTHER_TOKENS)
         if ended and self.ends and tokens[-1] not in self.ends:
             tokens = [*tokens, self.ends[0]]
-        return Answer(tokens, remarks=tuple(remarks))
+        answer = as_answer(tokens, self.ends)
+        if answer.failure is not None:
+            return answer
+        return self._too_long(prompt, answer, sampling) or replace(answer, remarks=tuple(remarks))
+
+    def _too_long(self, prompt: Prompt, answer: Answer, sampling: Sampling) -> Answer | None:
+        """The failure of an answer with more tokens than a server was to make. The end token is one
+        more, where a server does not count it."""
+        count, total = len(answer.tokens), len(prompt.input_ids) + len(answer.tokens)
+        detail = None
+        if count > sampling.max_new_tokens + (answer.tokens[-1] in self.ends):
+            detail = f"{count} tokens, {sampling.max_new_tokens} were asked for"
+        elif self.max_positions is not None and total > self.max_positions:
+            detail = f"{total} tokens with the prompt, the context is {self.max_positions}"
+        return None if detail is None else Answer(failure=answers.OVERLONG, detail=detail)

@@ -1,0 +1,97 @@
+"""A server's answers are judged as those of the backends at home."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from medusa_heads.inference.regeneration.answers import (
+    BROKEN_TEXT,
+    EMPTY,
+    OVERLONG,
+    Answer,
+    Sampling,
+)
+from medusa_heads.inference.regeneration.dialogues import read_dialogues
+from medusa_heads.inference.regeneration.regenerate import answer_dialogues
+from medusa_heads.inference.regeneration.server_backend import ServerBackend
+from tests.inference.speaking import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+END: Any = TOKENIZER.eos_token_id
+
+
+def ids(text: str) -> list[int]:
+    encoded: list[int] = TOKENIZER(text)["input_ids"]
+    return encoded
+
+
+def read(
+    choice: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch, **limits: Any
+) -> Answer:
+    """What is made of the only answer of a server."""
+    backend = ServerBackend("http://host/v1", "tiny", TOKENIZER, ends=[END], **limits)
+    monkeypatch.setattr(backend, "_post", lambda *_: (200, {"choices": [choice]}))
+    made: list[Answer] = []
+    read_one = backend._read
+
+    def noted(*given: Any) -> Answer:
+        made.append(read_one(*given))
+        return made[-1]
+
+    monkeypatch.setattr(backend, "_read", noted)
+    dialogues = read_dialogues(Dataset.from_dict({"input_ids": [ids("how?")]}), None)
+    try:
+        answer_dialogues(backend, dialogues, Sampling(3), cache_dir=folder, progress=False)
+    except ValueError as error:
+        assert "not one answer" in str(error)
+    (answer,) = made
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ({"text": "", "token_ids": [END]}, Answer(failure=EMPTY)),
+        ({"text": "", "token_ids": [END, *ids("ab")]}, Answer(failure=EMPTY)),
+        ({"text": "ab", "token_ids": [*ids("a"), END, *ids("bcd")]}, Answer([*ids("a"), END])),
+        ({"text": "abc", "token_ids": [*ids("abc"), END]}, Answer([*ids("abc"), END])),
+        ({"text": "abc"}, Answer([*ids("abc"), END])),
+        ({"text": "ab<end>"}, Answer([*ids("ab"), END])),
+        ({"text": "<end>"}, Answer(failure=EMPTY)),
+    ],
+)
+def test_answers_go_up_to_their_first_end(
+    choice: dict[str, Any], expected: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert read({"finish_reason": "stop"} | choice, tmp_path, monkeypatch) == expected
+
+
+def test_an_end_that_is_spelt_within_a_text_is_no_text_of_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = read({"finish_reason": "stop", "text": "a<end>b"}, tmp_path, monkeypatch)
+    assert (answer.failure, answer.detail) == (BROKEN_TEXT, "a<end>b")
+
+
+@pytest.mark.parametrize("sent", [{"text": "abcde"}, {"text": "x", "token_ids": ids("abcde")}])
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_answers_longer_than_asked_for_are_failures(
+    sent: dict[str, Any], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = read({"finish_reason": reason} | sent, tmp_path, monkeypatch)
+    assert answer.failure == OVERLONG and "3 were asked for" in answer.detail
+
+
+def test_an_answer_that_ends_behind_the_context_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice = {"finish_reason": "stop", "text": "abc"}
+    longest = len(ids("how?abc"))
+    answer = read(choice, tmp_path / "within", monkeypatch, max_positions=longest + 1)
+    assert answer.failure is None
+    answer = read(choice, tmp_path / "behind", monkeypatch, max_positions=longest)
+    assert answer.failure == OVERLONG and f"the context is {longest}" in answer.detail
