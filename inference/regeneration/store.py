@@ -14,8 +14,8 @@ import os
 import time
 import zlib
 from array import array
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import islice, pairwise, starmap
 from operator import eq
 from pathlib import Path
@@ -30,6 +30,7 @@ from medusa_heads.contents import foreign_model, trained_in
 from medusa_heads.files import (
     check_folder,
     expanded,
+    lock_folder,
     move_in,
     read_json,
     remove_leftovers,
@@ -38,6 +39,7 @@ from medusa_heads.files import (
 )
 from medusa_heads.inference.regeneration.answers import PASSING, Accounting, Answer
 from medusa_heads.inference.regeneration.dialogues import Row
+from medusa_heads.inference.regeneration.places import Places
 from medusa_heads.inference.regeneration.prompts import Prompt
 from medusa_heads.masking import masked
 
@@ -47,7 +49,6 @@ _STATE_FILE = "state.json"  # what datasets looks for: without it, there is no d
 _SYNC_SECONDS = 5.0  # a machine that loses its power loses no more
 _MOST_OPEN = 64  # files that are read from
 _OFFSET_BITS = 40  # of a line's place; the number of its file stands above
-_UNSORTED = 1 << 16
 _ROWS_AT_ONCE = 1000
 _TOKENS = pa.list_(pa.int32())
 _SCHEMA = pa.schema([("input_ids", _TOKENS), ("labels", _TOKENS), ("document", pa.int64())])
@@ -70,7 +71,7 @@ class AnswerStore:
             replace_file(self.folder / SETTINGS_FILE, text + "\n")
         self._files = sorted(self.folder.glob("answers-*.jsonl"))
         self._old = len(self._files)
-        self._places = _Places()
+        self._places = Places()
         for number, path in enumerate(self._files):
             self._scan(number, path)
         self._passing: dict[str, Answer] = {}  # failures that the next run is to try again
@@ -162,36 +163,6 @@ def _read_line(line: bytes, key: str) -> Answer | None:
     return Answer(array("q", tokens), failure, detail, tuple(remarks)) if found == key else None
 
 
-class _Places:
-    """Where the line of each key is, in 16 bytes a key: sorted, but for the latest."""
-
-    def __init__(self) -> None:
-        self._keys, self._at = np.empty(0, np.uint64), np.empty(0, np.uint64)
-        self._latest: dict[int, int] = {}
-
-    def get(self, key: int) -> int | None:
-        """The place that was put last."""
-        if key in self._latest:
-            return self._latest[key]
-        index = int(np.searchsorted(self._keys, np.uint64(key)))
-        known = index < len(self._keys) and int(self._keys[index]) == key
-        return int(self._at[index]) if known else None
-
-    def put(self, key: int, at: int) -> None:
-        """Remember a place instead of the one before."""
-        self._latest[key] = at
-        if len(self._latest) >= _UNSORTED:
-            keys = np.fromiter(sorted(self._latest), np.uint64)
-            places = np.fromiter((self._latest[key] for key in sorted(self._latest)), np.uint64)
-            keys = np.concatenate([self._keys, keys])
-            order = np.argsort(keys, kind="stable")  # two sorted runs: in one pass
-            keys = keys[order]
-            is_last = np.append(keys[1:] != keys[:-1], True)
-            self._keys = keys[is_last]
-            self._at = np.concatenate([self._at, places])[order][is_last]
-            self._latest = {}
-
-
 def write_rows(rows: Iterable[tuple[int, Row]], folder: Path) -> Dataset:
     """Rows, each with the number of its document, as a dataset that is mapped from a file in the
     folder. Where a document has several, a column says which are whose, so that they are held out
@@ -229,13 +200,35 @@ def check_output(folder: Path, shard: tuple[int, int]) -> None:
         return
     whose = "a dataset that was not made by regenerate"
     if (folder / RECORD_FILE).exists():
-        made = read_json(folder / RECORD_FILE).get("settings")
-        made = made if isinstance(made, dict) else {}
-        there = made.get("shard_index", 0), made.get("num_shards", 1)
+        there = _shard_of(read_json(folder / RECORD_FILE))
         if there == shard:
             return
         whose = "all rows" if there[1] == 1 else "shard {} of {}".format(*there)
     raise ValueError(f"{str(folder)!r} holds {whose}: give another output_dir")
+
+
+def _shard_of(record: dict[str, Any]) -> tuple[int, int]:
+    """Whose rows a record is of: (index, shards)."""
+    made = record.get("settings")
+    made = made if isinstance(made, dict) else {}
+    return made.get("shard_index", 0), made.get("num_shards", 1)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """A block in which no other run replaces the dataset of a folder, where its file system has
+    locks. Raises ValueError: another run is at it."""
+    try:
+        lock = lock_folder(folder)
+    except BlockingIOError:
+        raise ValueError(
+            f"another run is writing its dataset into {str(folder)!r}: give another output_dir"
+        ) from None
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
 def rows_there(folder: Path) -> int:
@@ -257,7 +250,8 @@ def write_output(
     rows: Dataset, accounting: Accounting, folder: Path, record: dict[str, Any]
 ) -> Path:
     """Write rows, and beside them their record with counts and provenance, so that whoever reads
-    meanwhile finds the old dataset, the new one or none. Returns where the record lies."""
+    meanwhile finds the old dataset, the new one or none. Returns where the record lies. Raises
+    ValueError: another run has put something else there since `check_output`."""
     folder.mkdir(parents=True, exist_ok=True)
     with staging(folder) as staged:
         rows.save_to_disk(str(staged))
@@ -265,12 +259,15 @@ def write_output(
         content = masked(record) | counted | provenance()
         text = json.dumps(content, indent=2, ensure_ascii=False, default=str)
         (staged / RECORD_FILE).write_text(text + "\n", "utf-8", "backslashreplace")
-        # The record says whose the folder is, and so comes first; the state says that the others
-        # are there: it goes first, and comes last.
-        (folder / _STATE_FILE).unlink(missing_ok=True)
-        for old in folder.glob("data-*.arrow"):
-            old.unlink()
         order = (RECORD_FILE, "", _STATE_FILE)
         names = [path.name for path in staged.iterdir()]
-        move_in(staged, folder, sorted(names, key=lambda n: order.index(n if n in order else "")))
+        with _alone(folder):
+            check_output(folder, _shard_of(record))
+            # The record says whose the folder is, and so comes first; the state says that the
+            # others are there: it goes first, and comes last.
+            (folder / _STATE_FILE).unlink(missing_ok=True)
+            for old in folder.glob("data-*.arrow"):
+                old.unlink()
+            names.sort(key=lambda name: order.index(name if name in order else ""))
+            move_in(staged, folder, names)
     return folder / RECORD_FILE

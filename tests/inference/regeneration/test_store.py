@@ -1,14 +1,17 @@
 """Answers on disk: of one backend and one set of settings, and whole."""
 
 import json
+import os
 from array import array
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, load_from_disk
 
 from medusa_heads.contents import SIDECAR_FILE
+from medusa_heads.files import lock_folder
+from medusa_heads.inference.regeneration import places
 from medusa_heads.inference.regeneration import store as store_module
 from medusa_heads.inference.regeneration.answers import EMPTY, SERVER_ERROR, Accounting, Answer
 from medusa_heads.inference.regeneration.dialogues import Row
@@ -105,7 +108,7 @@ def test_a_passing_failure_stands_where_a_damaged_line_was(tmp_path: Path) -> No
 def test_many_answers_are_found_by_16_bytes_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "_UNSORTED", 7)
+    monkeypatch.setattr(places, "_UNSORTED", 7)
     monkeypatch.setattr(store_module, "_MOST_OPEN", 2)
     prompts = [Prompt([1], greedy=True, row=row) for row in range(100)]
     for turn in range(4):  # a third of them is made anew each time, and the last one counts
@@ -114,8 +117,8 @@ def test_many_answers_are_found_by_16_bytes_each(
                 [(p, Answer([turn, p.row])) for p in prompts if not turn or p.row % 3 == turn % 3]
             )
             found = [list(a.tokens) for a in map(store.get, prompts) if a]
-            places = store._places
-            assert len(places._latest) < 7 and places._keys.nbytes + places._at.nbytes <= 16 * 100
+            held = store._places
+            assert len(held._latest) < 7 and held._keys.nbytes + held._at.nbytes <= 16 * 100
     assert found == [[{0: 3, 1: 1, 2: 2}[row % 3], row] for row in range(100)]
     assert len(list(store.folder.glob("answers-*.jsonl"))) == 4
 
@@ -154,3 +157,29 @@ def test_no_dataset_is_mixed_with_a_model(
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=f"holds {said}: give another output_dir"):
         check_output(tmp_path, (0, 1))
+
+
+def test_a_dataset_that_another_run_wrote_meanwhile_stands(tmp_path: Path) -> None:
+    """Both shards found an empty folder when they began."""
+    shards = [{"settings": {"shard_index": index, "num_shards": 2}} for index in range(2)]
+    rows = [Dataset.from_dict({"input_ids": [[index]]}) for index in range(2)]
+    for index in range(2):
+        check_output(tmp_path, (index, 2))
+    for _ in range(2):  # the same shard may come again
+        write_output(rows[0], Accounting(), tmp_path, shards[0])
+    with pytest.raises(ValueError, match=r"holds shard 0 of 2: give another output_dir"):
+        write_output(rows[1], Accounting(), tmp_path, shards[1])
+    assert load_from_disk(str(tmp_path))["input_ids"][:] == [[0]]
+    assert not list(tmp_path.glob(".*.part"))
+
+
+def test_two_runs_do_not_replace_a_dataset_at_the_same_time(tmp_path: Path) -> None:
+    lock = lock_folder(tmp_path)
+    assert lock is not None
+    rows = Dataset.from_dict({"input_ids": [[1]]})
+    try:
+        with pytest.raises(ValueError, match="another run is writing its dataset into"):
+            write_output(rows, Accounting(), tmp_path, {})
+    finally:
+        os.close(lock)
+    assert write_output(rows, Accounting(), tmp_path, {}).exists()
