@@ -29,6 +29,7 @@ UNKNOWN_TOKENS = "tokens that the target does not have"
 EARLIER_TURN = "an earlier turn has no answer"
 # Another run may be luckier with these: they are not kept on disk.
 PASSING = frozenset({SERVER_ERROR, REFUSED, OVERLONG})
+SPECIAL_INSIDE = "an earlier answer is not plain text"
 # What is said of an answer that is used all the same.
 OTHER_TOKENS = "answers the server counts other tokens in"
 OTHER_PROMPT = "prompts the server counts other tokens in"

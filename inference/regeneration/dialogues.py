@@ -19,8 +19,14 @@ from medusa_heads.data.encoding import starts_twice
 from medusa_heads.data.formats import QUESTIONS, recognise
 from medusa_heads.data.messages import SYSTEM_COLUMN, behind_system, messages_of, tools_of
 from medusa_heads.errors import MedusaWarning
-from medusa_heads.inference.regeneration.answers import NO_CONVERSATION, NO_QUESTION, TEMPLATE
+from medusa_heads.inference.regeneration.answers import (
+    NO_CONVERSATION,
+    NO_QUESTION,
+    SPECIAL_INSIDE,
+    TEMPLATE,
+)
 from medusa_heads.inference.regeneration.prompts import Messages, Talk
+from medusa_heads.inference.regeneration.replies import OwnWords
 
 Turns = Literal["last", "all"]
 Row = dict[str, "array[int]"]
@@ -92,6 +98,7 @@ class ChatDialogue(Dialogue):
         said: Any,
         turns: Turns,
         chat: ChatTemplate,
+        own: OwnWords,
         tools: Any = None,
         system: Any = None,
     ) -> None:
@@ -104,7 +111,7 @@ class ChatDialogue(Dialogue):
         except BadRow as error:
             self._fault = Unanswerable(NO_CONVERSATION, str(error))
         self._messages = list(messages)
-        self._chat, self._tools = chat, tools
+        self._chat, self._own, self._tools = chat, own, tools
         places = [i for i, said in enumerate(messages) if said.get("role") == "assistant" and i]
         if messages and messages[-1].get("role") != "assistant":
             places.append(len(messages))
@@ -129,12 +136,16 @@ class ChatDialogue(Dialogue):
         return super().ask(turn)[0], Talk(before, tools, self._chat.arguments)
 
     def take(self, tokens: Sequence[int]) -> None:
-        """The answer, which from now on is what was said."""
+        """The answer, which from now on is what was said; behind one that is no message, nothing
+        can be asked."""
         super().take(tokens)
-        ids = [int(token) for token in tokens]
-        text = self._chat.tokenizer.decode(ids, skip_special_tokens=True)
         place = self._places[self._turn]
-        self._messages[place : place + 1] = [{"role": "assistant", "content": text}]
+        try:
+            message = self._own.message(self._asked, tokens, self._tools)
+        except ValueError as error:
+            self._fault = Unanswerable(SPECIAL_INSIDE, str(error))
+        else:
+            self._messages[place : place + 1] = [message]
 
 
 @dataclass
@@ -151,8 +162,10 @@ class Dialogues:
 
     def __post_init__(self) -> None:
         self._chat: Any = None
+        self._own: Any = None
         if self.tokenizer is not None and self.tokenizer.chat_template:
             self._chat = ChatTemplate(self.tokenizer, arguments=self.template_options)
+            self._own = OwnWords(self.tokenizer)
 
     @property
     def talks(self) -> bool:
@@ -186,7 +199,7 @@ class Dialogues:
                     ]
                     if self.column != "conversations":
                         beside.pop()
-                    yield ChatDialogue(row, said, self.turns, self._chat, *beside)
+                    yield ChatDialogue(row, said, self.turns, self._chat, self._own, *beside)
 
 
 def read_dialogues(

@@ -1,7 +1,8 @@
-"""What servers say, in the target's tokens."""
+"""Between words and tokens: what servers say, and answers that a conversation goes on from."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -35,3 +36,37 @@ def complaint(reply: Any) -> str:
         error = reply.get("error", reply)
         reply = error.get("message", error) if isinstance(error, dict) else error
     return " ".join(str(reply).split())[:SHOWN]
+
+
+class OwnWords:
+    """Reads a target's answers as messages, with its tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        self._special = {token for token, entry in added.items() if entry.special}
+        self._special |= set(tokenizer.all_special_ids)
+
+    def message(
+        self, asked: Sequence[int], tokens: Sequence[int], tools: list[Any] | None
+    ) -> dict[str, Any]:
+        """The message that an answer is. Special tokens within it, such as those before a channel
+        or a call of a tool, are no text: the tokenizer's own parser reads them. Raises ValueError:
+        it has none, or that cannot."""
+        ids = [int(token) for token in tokens]
+        text = ids[:-1] if ids and ids[-1] in self._special else ids  # the end is no text either
+        inside = next((token for token in text if token in self._special), None)
+        decode = partial(self._tokenizer.decode, clean_up_tokenization_spaces=False)
+        if inside is None:
+            return {"role": "assistant", "content": decode(text)}
+        what = f"it holds special tokens such as {decode([inside])!r}"
+        if getattr(self._tokenizer, "response_template", None) is None:
+            raise ValueError(f"{what}, and the tokenizer has no response_template to read them by")
+        before = decode([int(token) for token in asked])
+        try:
+            read = self._tokenizer.parse_response(decode(ids), prefix=before, tools=tools)
+            return {"role": "assistant", "content": "", **read}
+        except Exception as error:  # a template is a target's own, and may be wrong in any way
+            raise ValueError(
+                f"{what}, and the tokenizer's response_template cannot read it ({error})"
+            ) from error
