@@ -33,6 +33,17 @@ class _Server:
     errors: int = 0  # of its own, in a row
 
 
+class _Tries(Retry):
+    """Obeys a server that asks for a pause, but for no longer one than others."""
+
+    def parse_retry_after(self, retry_after: str) -> float:
+        try:
+            asked = super().parse_retry_after(retry_after)
+        except (HTTPError, ValueError, OverflowError):
+            return 0.0  # what cannot be read asks for none
+        return min(asked, _LONGEST_PAUSE)
+
+
 class Servers:
     """Each request goes to the server with the fewest under way, an error in a row counting as one
     more; one that is gone is left out. Raises ValueError: a URL or a key that is none.
@@ -68,7 +79,7 @@ class Servers:
                 )
         _key(key_variable)
         self._key_variable, self._lock = key_variable, Lock()
-        retry = Retry(
+        retry = _Tries(
             total=retries,
             read=min(retries, 2),  # of requests that reached it, and may have run into timeout
             status_forcelist=_RETRIED,

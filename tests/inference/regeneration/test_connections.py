@@ -83,3 +83,25 @@ def test_white_space_around_a_key_is_not_sent(
     monkeypatch.delenv("MY_KEY")
     assert reach(echo.url).post("/completions", "{}")[0] == 200
     assert "Authorization" not in echo.headers[-1]
+
+
+@pytest.mark.parametrize("asked", ["7200", "Fri, 31 Dec 2100 23:59:59 GMT"])
+def test_no_server_makes_a_run_wait_for_hours(
+    asked: str, echo: Echo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr("urllib3.util.retry.time.sleep", waited.append)
+    echo.before = [(429, {"Retry-After": asked}), (503, {"Retry-After": "2"})]
+    assert reach(echo.url, retries=2).post("/completions", "{}")[0] == 200
+    assert waited == [30.0, 2.0]
+
+
+@pytest.mark.parametrize("asked", ["soon", "9" * 5000])
+def test_a_pause_that_cannot_be_read_is_the_usual_one(
+    asked: str, echo: Echo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr("urllib3.util.retry.time.sleep", waited.append)
+    echo.before = [(429, {"Retry-After": asked})] * 2
+    assert reach(echo.url, retries=2).post("/completions", "{}")[0] == 200
+    assert len(waited) == 1 and waited[0] <= 30  # the first is none
