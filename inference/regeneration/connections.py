@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote_to_bytes, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from urllib3 import PoolManager, ProxyManager, Retry, Timeout
 from urllib3.exceptions import HTTPError
+from urllib3.util import parse_url
 
 from medusa_heads.files import parse_json
 from medusa_heads.masking import MASK
@@ -46,7 +48,7 @@ class _Tries(Retry):
 
 class Servers:
     """Each request goes to the server with the fewest under way, an error in a row counting as one
-    more; one that is gone is left out. Raises ValueError: a URL or a key that is none.
+    more; one that is gone is left out. Raises ValueError: a URL, a key or a proxy that is none.
 
     Args:
         retries: of a request that failed in passing, with growing pauses.
@@ -94,7 +96,7 @@ class Servers:
         self._servers = []
         for url in map(urlsplit, urls):
             proxy = None if proxy_bypass(url.hostname or "") else getproxies().get(url.scheme)
-            reached = ProxyManager(proxy, **pool) if proxy else PoolManager(**pool)
+            reached = _through(proxy, url.scheme, pool) if proxy else PoolManager(**pool)
             self._servers.append(_Server(url.geturl().rstrip("/"), reached))
         self.where = " and ".join(server.url for server in self._servers)
 
@@ -141,6 +143,22 @@ class Servers:
                 logger.warning("no server answers at %s (%s): it is left out", server.url, reason)
                 self._servers.remove(server)
             return server not in self._servers
+
+
+def _through(proxy: str, scheme: str, pool: dict[str, Any]) -> PoolManager:
+    """The way through a proxy of the environment. Its password goes into a header alone, which
+    nothing prints. Raises ValueError: it is none."""
+    try:
+        url = parse_url(proxy if "://" in proxy else f"http://{proxy}")
+        headers = {}
+        if url.auth:
+            login = b64encode(unquote_to_bytes(url.auth)).decode()
+            headers["Proxy-Authorization"] = f"Basic {login}"
+        return ProxyManager(url._replace(auth=None).url, proxy_headers=headers, **pool)
+    except HTTPError:
+        raise ValueError(
+            f"the proxy in {scheme}_proxy cannot be used: expected one such as http://host:3128"
+        ) from None
 
 
 def _key(variable: str) -> str | None:

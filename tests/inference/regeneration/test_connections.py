@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Iterator
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -105,3 +106,45 @@ def test_a_pause_that_cannot_be_read_is_the_usual_one(
     echo.before = [(429, {"Retry-After": asked})] * 2
     assert reach(echo.url, retries=2).post("/completions", "{}")[0] == 200
     assert len(waited) == 1 and waited[0] <= 30  # the first is none
+
+
+@pytest.mark.parametrize(
+    ("login", "sent"),
+    [("me:sesame", b"me:sesame"), ("me:se%40s%C3%A9%3Aame", "me:se@s\u00e9:ame".encode())],
+)
+@pytest.mark.parametrize("scheme", ["http://", ""])
+def test_the_password_of_a_proxy_is_sent_and_not_shown(
+    scheme: str,
+    login: str,
+    sent: bytes,
+    echo: Echo,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, f"{scheme}{login}@127.0.0.1:{echo.server_port}")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with caplog.at_level("DEBUG"):
+        servers = reach("http://far.example/v1")
+        assert servers.post("/completions", "{}")[0] == 200
+        echo.before = [(407, {})]
+        assert servers.post("/completions", "{}") == (407, {})
+    assert echo.paths == ["http://far.example/v1/completions"] * 2
+    expected = f"Basic {b64encode(sent).decode()}"
+    assert [each["Proxy-Authorization"] for each in echo.headers] == [expected] * 2
+    assert "ame@" not in caplog.text and "sesame" not in f"{caplog.text} {vars(servers)}"
+
+
+@pytest.mark.parametrize("proxy", ["socks5://me:sesame@host:1", "http://me:sesame@host:70000"])
+def test_a_proxy_that_is_none_is_named_by_its_variable(
+    proxy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, proxy)
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=r"^the proxy in http_proxy cannot be used") as told:
+        reach("http://far.example/v1")
+    assert "sesame" not in str(told.value) and told.value.__cause__ is None
+    assert told.value.__suppress_context__
