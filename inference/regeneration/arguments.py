@@ -44,6 +44,10 @@ def longest_answer(max_positions: int | None) -> int:
     return LONGEST_ANSWER if max_positions is None else min(LONGEST_ANSWER, max_positions // 2)
 
 
+LONGEST_TIMEOUT = 86400.0
+"""Seconds: a day. Systems count them in few bits; a server that is silent for so long is gone."""
+
+
 @dataclass
 class RegenerateArguments(LoadingFlags, BadRowFlag):
     """What the target is asked, who answers, and where the answers go."""
@@ -124,6 +128,10 @@ class RegenerateArguments(LoadingFlags, BadRowFlag):
         if not 0 <= self.greedy_share <= 1:
             raise ValueError(f"greedy_share must lie in [0, 1], got {self.greedy_share}")
         above_zero(self, "temperature", "timeout", "top_p")
+        if self.timeout > LONGEST_TIMEOUT:
+            raise ValueError(
+                f"timeout must be at most {LONGEST_TIMEOUT:.0f} seconds, got {self.timeout}"
+            )
         if self.top_p is not None and self.top_p > 1:
             raise ValueError(f"top_p must be at most 1, got {self.top_p}")
         if not 0 <= self.shard_index < self.num_shards:

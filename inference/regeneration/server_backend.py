@@ -26,6 +26,7 @@ from medusa_heads.inference.regeneration.answers import (
     Take,
     as_answer,
 )
+from medusa_heads.inference.regeneration.arguments import LONGEST_TIMEOUT
 from medusa_heads.inference.regeneration.connections import Servers
 from medusa_heads.inference.regeneration.prompts import Prompt
 from medusa_heads.inference.regeneration.replies import SHOWN, complaint, spelling
@@ -69,10 +70,12 @@ class ServerBackend(Backend):
         urls = [self.base_url] if isinstance(self.base_url, str) else self.base_url
         if self.endpoint not in ("auto", "completions", "chat"):
             raise ValueError(f"endpoint must be auto, completions or chat, got {self.endpoint!r}")
-        if self.concurrency < 1 or self.retries < 0 or self.timeout <= 0:
+        waits = 0 < self.timeout <= LONGEST_TIMEOUT
+        if self.concurrency < 1 or self.retries < 0 or not waits:
             raise ValueError(
-                "expected a concurrency of at least 1, retries of at least 0 and a timeout above "
-                f"0, got {self.concurrency}, {self.retries} and {self.timeout}"
+                "expected a concurrency of at least 1, retries of at least 0 and a timeout above 0 "
+                f"and of at most {LONGEST_TIMEOUT:.0f}, got {self.concurrency}, {self.retries} and "
+                f"{self.timeout}"
             )
         self._chosen = self.endpoint
         self._failures, self._lock = 0, Lock()

@@ -15,16 +15,16 @@ def side_by_side(
     ask: Callable[[Prompt], Answer], take: Take, concurrency: int
 ) -> Iterator[Answers]:
     """Answers as they come, so many prompts being asked at the same time and as many at hand. What
-    is on its way when the iterator is closed is left alone. Raises a ValueError of `ask`, behind
-    the answers that came before it."""
+    is on its way when the iterator is closed is left alone. Raises what `ask` raises, behind the
+    answers that came before it."""
     asked: SimpleQueue[Prompt | None] = SimpleQueue()
-    finished: SimpleQueue[tuple[Prompt, Answer | ValueError]] = SimpleQueue()
+    finished: SimpleQueue[tuple[Prompt, Answer | BaseException]] = SimpleQueue()
 
     def work() -> None:
         while (prompt := asked.get()) is not None:
             try:
                 finished.put((prompt, ask(prompt)))
-            except ValueError as error:
+            except BaseException as error:  # else who waits for the answer would wait for ever
                 finished.put((prompt, error))
 
     # Not those of an executor, which the end of the program waits for.
@@ -44,7 +44,7 @@ def side_by_side(
             under_way -= len(made)
             yield [(prompt, got) for prompt, got in made if isinstance(got, Answer)]
             for _, got in made:
-                if isinstance(got, ValueError):
+                if isinstance(got, BaseException):
                     raise got
     finally:
         with suppress(Empty):

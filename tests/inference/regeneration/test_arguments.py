@@ -27,6 +27,15 @@ from medusa_heads.inference.regeneration.arguments import (
             | {"backend": "server", "base_url": []},
             "the backend server needs --base_url",
         ),
+        *(
+            (
+                RegenerateArguments,
+                {"model_name_or_path": "a", "dataset": "b", "output_dir": "c"}
+                | {"backend": "server", "base_url": ["http://host/v1"], "timeout": timeout},
+                "timeout must be (above 0|at most 86400 seconds), got ",
+            )
+            for timeout in (0.0, 1e10, float("inf"), float("nan"))
+        ),
     ],
 )
 def test_values_out_of_range(kind: type, values: dict[str, Any], message: str) -> None:

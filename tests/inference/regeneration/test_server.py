@@ -289,6 +289,7 @@ def test_another_template_on_the_server_is_remarked(
         ("me:secret@host/v1", {}, "holds a password"),
         ("http://host/v1?key=secret", {}, "holds a password or a query"),
         ("http://host/v1", {"concurrency": 0}, "concurrency of at least 1"),
+        ("http://host/v1", {"timeout": 1e10}, "timeout above 0 and of at most 86400"),
         ("http://host/v1", {"endpoint": "talk"}, "endpoint must be auto"),
     ],
 )
