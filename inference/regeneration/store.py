@@ -243,7 +243,12 @@ def wrote_plainly(target: str, folder: str) -> bool:
     chat template rendered. Raises ValueError: a record that is damaged."""
     path = expanded(folder) / RECORD_FILE
     record = read_json(path) if path.is_file() else {}
-    return record.get("talks") is False and record["target"]["name_or_path"] == target
+    if record.get("talks") is not False:
+        return False
+    named = record.get("target")
+    if not isinstance(named, dict) or "name_or_path" not in named:
+        raise ValueError(f"{path} names no target: the file is damaged")
+    return bool(named["name_or_path"] == target)
 
 
 def write_output(

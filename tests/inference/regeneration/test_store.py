@@ -5,6 +5,7 @@ import os
 from array import array
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from datasets import Dataset, load_from_disk
@@ -17,10 +18,12 @@ from medusa_heads.inference.regeneration.answers import EMPTY, SERVER_ERROR, Acc
 from medusa_heads.inference.regeneration.dialogues import Row
 from medusa_heads.inference.regeneration.prompts import Prompt
 from medusa_heads.inference.regeneration.store import (
+    RECORD_FILE,
     AnswerStore,
     check_output,
     write_output,
     write_rows,
+    wrote_plainly,
 )
 
 
@@ -183,3 +186,14 @@ def test_two_runs_do_not_replace_a_dataset_at_the_same_time(tmp_path: Path) -> N
     finally:
         os.close(lock)
     assert write_output(rows, Accounting(), tmp_path, {}).exists()
+
+
+@pytest.mark.parametrize("target", [{}, {"target": None}, {"target": {}}, {"target": ["me"]}])
+def test_a_damaged_record_is_named(target: dict[str, Any], tmp_path: Path) -> None:
+    assert not wrote_plainly("me", str(tmp_path))
+    file = tmp_path / RECORD_FILE
+    file.write_text(json.dumps({"talks": False, "target": {"name_or_path": "me"}}))
+    assert wrote_plainly("me", str(tmp_path)) and not wrote_plainly("you", str(tmp_path))
+    file.write_text(json.dumps({"talks": False} | target))
+    with pytest.raises(ValueError, match=r"regeneration\.json names no target: .* damaged"):
+        wrote_plainly("me", str(tmp_path))
