@@ -107,6 +107,7 @@ def quick_kernels() -> Iterator[None]:
         patch.setattr("medusa_heads.heads.drafting.int8_gain", lambda _: 2.0)
         patch.setattr("medusa_heads.heads.drafting.has_int8_products", lambda: True)
         patch.setattr(gain, lambda dtype, *_: 2.0 if has_packed_products(dtype) else 0.0)
+        patch.setattr("medusa_heads.target.packed.turned_gain", lambda *_: 2.0)
         yield
 
 
@@ -220,6 +221,7 @@ def recorded(as_they_are: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(compiling, "captures", captured.captures)
     if DEVICE == "cpu":
         monkeypatch.setattr("medusa_heads.target.packed.packed_gain", lambda *_: 0.0)
+        monkeypatch.setattr("medusa_heads.target.packed.turned_gain", lambda *_: 0.0)
         monkeypatch.setattr(captured, "Recording", Replayed)
         monkeypatch.setattr("torch.cuda.graph_pool_handle", object)
         monkeypatch.setattr(captured, "records", lambda _: True)

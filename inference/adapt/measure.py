@@ -164,7 +164,8 @@ def target_facts(target: TargetModel) -> dict[str, Any]:
         "attention": target.config._attn_implementation,
         "device": where,
         "threads": torch.get_num_threads(),
-        "packed": PackedMatrices.of(target.model).pays,  # whichever view of the model this is
+        # Whichever view of the model this is.
+        "packed": sorted(PackedMatrices.of(target.model).rows),
     }
 
 

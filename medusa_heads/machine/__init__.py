@@ -9,6 +9,8 @@ from medusa_heads.machine.kernels import (
     int8_product,
     pack,
     packed_product,
+    turn,
+    turned_product,
 )
 from medusa_heads.machine.measurements import (
     Contention,
@@ -16,7 +18,7 @@ from medusa_heads.machine.measurements import (
     as_seconds,
     measurement_folder,
 )
-from medusa_heads.machine.products import Shape, Use, int8_gain, packed_gain
+from medusa_heads.machine.products import Shape, Use, int8_gain, packed_gain, turned_gain
 
 __all__ = [
     "GAIN",
@@ -41,5 +43,8 @@ __all__ = [
     "packed_gain",
     "packed_product",
     "speeds",
+    "turn",
+    "turned_gain",
+    "turned_product",
     "wait_for",
 ]

@@ -23,6 +23,8 @@ from medusa_heads.machine.kernels import (
     int8_product,
     pack,
     packed_product,
+    turn,
+    turned_product,
 )
 from medusa_heads.machine.measurements import (
     Contention,
@@ -73,7 +75,7 @@ class Shape:
 
 
 KIND = "products"
-INT8, PACKED = "int8", "packed "
+INT8, PACKED, TURNED = "int8", "packed ", "turned "
 ROWS: dict[Use, int] = {
     **{"decode": 1, "two": 2, "draft": 4, "few": 8, "tree": 16},
     **{"batch": 512, "train": 64},
@@ -99,13 +101,13 @@ _known: dict[str, Seconds] = {}
 
 def product_seconds(use: Use, device: torch.device, dtypes: Sequence[str], shape: Shape) -> Seconds:
     """Seconds of a pass by dtype and threads, kept where they were measured before; INT8 are
-    products of rounded inputs with rounded weights, for drafts, and PACKED in front of a dtype
-    those of packed weights.
+    products of rounded inputs with rounded weights, for drafts, and PACKED or TURNED in front of a
+    dtype those of packed weights, or of weights by columns.
 
     What was measured beside other programs serves this process alone: they may be gone later.
     """
     # Other kernels take the threads that everything else takes.
-    others = any(dtype.startswith((INT8, PACKED)) for dtype in dtypes)
+    others = any(dtype.startswith((INT8, PACKED, TURNED)) for dtype in dtypes)
     threads = [torch.get_num_threads()] if others else thread_counts(device)
     facts = {
         "use": use,
@@ -140,6 +142,13 @@ def packed_gain(dtype: torch.dtype, outputs: int, inputs: int, use: Use = "few")
     packed, with the threads that torch uses; 0.0 where they cannot be."""
     own, shape = dtype_name(dtype), Shape(hidden=inputs, intermediate=outputs)
     return _gain(PACKED + own, dtype, (use,), shape) if has_packed_products(dtype) else 0.0
+
+
+def turned_gain(dtype: torch.dtype, outputs: int, inputs: int) -> float:
+    """How many times as fast the product of one row is with a matrix [outputs, inputs] by columns,
+    with the threads that torch uses."""
+    shape = Shape(hidden=inputs, intermediate=outputs)
+    return _gain(TURNED + dtype_name(dtype), dtype, ("decode",), shape)
 
 
 def _gain(other: str, dtype: torch.dtype, uses: Sequence[Use], shape: Shape) -> float:
@@ -231,8 +240,8 @@ def _timed(products: Callable[[], object], threads: int) -> float:
 
 def _pass(use: Use, device: torch.device, name: str, shape: Shape) -> Callable[[], object]:
     """The products once; of training there and back in autocast, with weights in float32."""
-    training, packed = use == "train", name.startswith(PACKED)
-    dtype: torch.dtype = getattr(torch, name.removeprefix(PACKED))
+    training = use == "train"
+    dtype: torch.dtype = getattr(torch, name.rpartition(" ")[2])
     held = torch.float32 if training else dtype
     rows, wide, narrow, count = matrices(use, shape)
     options: Any = {"dtype": held, "device": device, "requires_grad": training}
@@ -242,8 +251,10 @@ def _pass(use: Use, device: torch.device, name: str, shape: Shape) -> Callable[[
     given = torch.float32 if name == INT8 else held
     x_RD = torch.full((rows, narrow), 0.01, **options | {"dtype": given})
     product: Callable[[Tensor, Tensor], Tensor] = int8_product if name == INT8 else linear
-    if packed:
+    if name.startswith(PACKED):
         product, weights_FD = packed_product, [pack(weight_FD) for weight_FD in weights_FD]
+    if name.startswith(TURNED):
+        product, weights_FD = turned_product, [turn(weight_FD) for weight_FD in weights_FD]
 
     @torch.inference_mode()
     def forward() -> None:

@@ -2,8 +2,9 @@
 
 For the few rows of a tree, torch's own product rearranges a matrix at every call: up to a dozen
 rows take up to four times as long as one, on some processors two rows twice as long. A matrix that
-was rearranged before is multiplied about as fast as it is read. The model keeps its own matrices:
-for single rows, for prompts, and for whoever else runs it.
+was rearranged before is multiplied about as fast as it is read. And some processors read a wide
+matrix up to twice as fast by its columns, where there is one row. The model keeps its own matrices:
+for prompts, and for whoever else runs it.
 
 Shapes: D inputs, O outputs.
 """
@@ -16,40 +17,32 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
-from weakref import WeakKeyDictionary, WeakValueDictionary, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
-from medusa_heads.agreement import TOLERANCE, is_half, relative_error
-from medusa_heads.machine import (
-    Use,
-    has_packed_products,
-    pack,
-    packed_gain,
-    packed_product,
-)
+from medusa_heads.machine import Use, has_packed_products, packed_gain, turned_gain
 from medusa_heads.machine.devices import free_memory
-from medusa_heads.machine.kernels import operator
-from medusa_heads.target.attention import is_recorded, reads_tree
+from medusa_heads.target.packed_layer import FEW, PackedLayer, Rows, copies
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SMALLEST = 1 << 18  # weights of a matrix; of smaller ones the call takes as long as is saved
-ROWS = range(2, 33)  # rows for which it may pay; many are bound by arithmetic in any order
-_FEW = 4  # rows from which it pays where it does with eight; below, a measurement of two says
+ROWS = range(1, 33)  # rows for which it may pay; many are bound by arithmetic in any order
+_EIGHT = 8  # where two rows alone pay, fewer than these
 _GAIN = 1.25  # with eight rows, or two; with four and with sixteen it is less than with eight
-_AT_ONCE = 1 << 20  # weights that are looked at together
+_LITTLE = 1.05  # with eight rows, for which nothing is packed, but which takes what is there
+_GAIN_OF_ONE = 1.15  # by columns
 _SHARE = 4  # of free memory the packed matrices may take this part
 
+_TRIED: tuple[Use, ...] = ("two", "few")
 _MEASURED = 2  # kinds of matrices, the heaviest; the others follow the first
 
 _Kind: TypeAlias = tuple[torch.dtype, int, int]  # with outputs and inputs
 _known: Any = WeakKeyDictionary()  # by model
 UNPACKED = ContextVar("unpacked", default=False)  # whether a thread does without
-_placed: WeakValueDictionary[Any, _Packed] = WeakValueDictionary()  # by `_place`
 
 
 @contextmanager
@@ -60,89 +53,6 @@ def unpacked() -> Iterator[None]:
         yield
     finally:
         UNPACKED.reset(token)
-
-
-class _Packed:
-    """One layer's matrix, for so many rows. What it was packed from is known by what a product with
-    it gives."""
-
-    def __init__(self, layer: nn.Linear, rows: range) -> None:
-        self._layer, self._rows = ref(layer), rows  # which has this as its forward
-        self._sums_O = torch.empty(0, dtype=torch.float32, device="cpu")
-        self._matrix: Tensor | None = None
-        self._dtype: torch.dtype | None = None
-        self._known_by: tuple[Any, ...] = ()
-
-    def look(self) -> None:
-        """Pack the weights where they are others than before."""
-        # Fused optimisers, and whoever writes to `.data`, leave no trace in a version. In float32,
-        # where a product rounds no more than the layer's own: half precision would hide a change.
-        weight_OD: Any = self._own().weight.detach()
-        if _placed.get(self._known_by) is self:
-            del _placed[self._known_by]
-        self._known_by = _place(weight_OD)
-        _placed[self._known_by] = self
-        ramp_D = torch.linspace(1.0, 2.0, weight_OD.shape[1], dtype=torch.float32, device="cpu")
-        pieces = weight_OD.split(max(_AT_ONCE // len(ramp_D), 1))
-        sums_O = torch.cat([piece.float() @ ramp_D for piece in pieces])
-        if self._dtype == weight_OD.dtype and _same_bits(sums_O, self._sums_O):
-            return
-        matrix = pack(weight_OD)
-        x_RD = ramp_D.sin().to(weight_OD.dtype).expand(self._rows[0], -1)
-        # A kernel that is wrong here is done without.
-        error = relative_error(packed_product(x_RD, matrix), linear(x_RD, weight_OD))
-        right = error <= TOLERANCE[is_half(weight_OD.dtype)]
-        self._matrix = matrix if right else None
-        self._dtype, self._sums_O = weight_OD.dtype, sums_O
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., D) -> (..., O), as the layer's own forward, which any thread may ask for."""
-        layer = self._own()
-        if torch.compiler.is_compiling() or is_recorded():
-            # No graph knows how a packed matrix lies, nor whether another one was packed since.
-            ours = reads_tree() and not torch.is_grad_enabled()
-            product: Tensor = (_in_graphs if ours else linear)(x, layer.weight, layer.bias)
-            return product
-        return self.product(x, layer.weight, layer.bias)
-
-    def product(self, x: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
-        """`linear`, by the packed matrix where there is a right one, and it pays."""
-        matrix = self._matrix  # which another thread may exchange meanwhile
-        if (
-            matrix is None
-            or torch.is_grad_enabled()
-            or torch.is_autocast_enabled("cpu")
-            or not x.dtype == weight_OD.dtype == self._dtype
-            or x.numel() // x.shape[-1] not in self._rows
-        ):
-            return linear(x, weight_OD, bias_O)
-        return packed_product(x, matrix, None if bias_O is None else bias_O.contiguous())
-
-    def is_of(self, weight_OD: Tensor) -> bool:
-        """Whether these are the weights of its layer."""
-        layer = self._layer()
-        return layer is not None and _place(layer.weight) == _place(weight_OD)
-
-    def _own(self) -> nn.Linear:
-        layer = self._layer()
-        assert layer is not None
-        return layer
-
-
-def _linear(x: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
-    """What a graph calls in a layer's place, which is given the layer's own weights."""
-    packed = _placed.get(_place(weight_OD))
-    if packed is None or not packed.is_of(weight_OD):
-        return linear(x, weight_OD, bias_O)
-    return packed.product(x, weight_OD, bias_O)
-
-
-_in_graphs = operator("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _linear, linear)
-
-
-def _place(weight_OD: Tensor) -> tuple[Any, ...]:
-    """What tells a layer's weights from all others that there are now."""
-    return weight_OD.data_ptr(), weight_OD.shape, weight_OD.stride(), weight_OD.dtype
 
 
 class PackedMatrices:
@@ -157,11 +67,12 @@ class PackedMatrices:
 
     def __init__(self, model: PreTrainedModel, *, measured: bool = True) -> None:
         self._model, self._measured = ref(model), measured
-        self._packed: WeakKeyDictionary[nn.Linear, _Packed] = WeakKeyDictionary()
-        self._rows: dict[_Kind, range] = {}  # for as long as the model is decoded
+        self._packed: WeakKeyDictionary[nn.Linear, PackedLayer] = WeakKeyDictionary()
+        self._rows: dict[_Kind, Rows] = {}  # for as long as the model is decoded
+        self._served: Rows | None = None
         self._looked = False
         self._lock = Lock()  # any thread may decode the model
-        self._inside, self._replaced = 0, dict[nn.Linear, _Packed]()
+        self._inside, self._replaced = 0, dict[nn.Linear, PackedLayer]()
 
     @staticmethod
     def of(model: PreTrainedModel) -> PackedMatrices:
@@ -173,17 +84,17 @@ class PackedMatrices:
 
     def look_again(self) -> None:
         """Layers and weights may have changed: look at them before they are used next."""
-        self._looked = False
+        self._looked, self._served = False, None
 
     @property
-    def pays(self) -> bool:
-        """Whether there are any, which may have to be measured first."""
-        return bool(self._chosen())
+    def rows(self) -> Rows:
+        """Of which numbers any are, which may have to be measured first."""
+        return frozenset[int]().union(*self._chosen().values())
 
     @property
     def held_bytes(self) -> int:
         """What they take besides the model's own."""
-        return sum(layer.weight.nbytes for layer in self._packed)
+        return sum(copies(each.rows) * layer.weight.nbytes for layer, each in self._packed.items())
 
     def look(self, rows: int) -> None:
         """See that what so many rows are multiplied by is packed from the weights of this text."""
@@ -195,6 +106,13 @@ class PackedMatrices:
     def instead(self, rows: int) -> Iterator[None]:
         """Within the block, the layers of this model multiply so many rows by packed matrices."""
         if rows not in ROWS or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            yield
+            return
+        with self._lock:
+            if self._served is None:
+                self._served = self.rows
+            serves = rows in self._served
+        if not serves:
             yield
             return
         with self._lock:
@@ -217,7 +135,7 @@ class PackedMatrices:
 
     def _look(self) -> None:
         layers = {
-            layer: self._packed.get(layer) or _Packed(layer, rows)
+            layer: self._packed.get(layer) or PackedLayer(layer, rows)
             for layer, rows in self._chosen().items()
         }
         self._packed = WeakKeyDictionary(layers)
@@ -225,7 +143,7 @@ class PackedMatrices:
             packed.look()
         self._looked = True
 
-    def _chosen(self) -> dict[nn.Linear, range]:
+    def _chosen(self) -> dict[nn.Linear, Rows]:
         """The layers to pack, or that are packed, and for which rows."""
         model = self._model()
         alike: dict[_Kind, list[nn.Linear]] = defaultdict(list)
@@ -233,27 +151,43 @@ class PackedMatrices:
             if _is_large(module):
                 outputs, inputs = module.weight.shape
                 alike[module.weight.dtype, outputs, inputs].append(module)
-        layers: dict[nn.Linear, range] = {}
+        layers: dict[nn.Linear, Rows] = {}
         heaviest = sorted(alike, key=lambda kind: -sum(each.weight.nbytes for each in alike[kind]))
         for number, kind in enumerate(heaviest):
             alone = number < _MEASURED or kind[0] is not heaviest[0][0]
-            if rows := self._rows_of(kind if alone else heaviest[0]):
+            rows = self._rows_of(kind if alone else heaviest[0])
+            if not alone and _width(kind) < _width(heaviest[0]):
+                rows -= {1}
+            if rows:
                 layers |= dict.fromkeys(alike[kind], rows)
-        new = sum(layer.weight.nbytes for layer in layers if layer not in self._packed)
+        new = sum(
+            copies(rows) * layer.weight.nbytes
+            for layer, rows in layers.items()
+            if layer not in self._packed
+        )
         free = free_memory(torch.device("cpu")) if new else None
         return layers if free is None or new <= free // _SHARE else {}
 
-    def _rows_of(self, kind: _Kind) -> range:
+    def _rows_of(self, kind: _Kind) -> Rows:
         if kind not in self._rows:
-            rows = range(0)
-            if self._gain(kind, "few") >= _GAIN:
-                least = ROWS.start if self._gain(kind, "two") >= _GAIN else _FEW
-                rows = range(least, ROWS.stop)
-            self._rows[kind] = rows
+            two, few = (self._gain(kind, use) for use in _TRIED)
+            rows = set[int]()
+            if max(two, few) >= _GAIN:
+                least = 2 if two >= _GAIN else FEW
+                rows |= set(range(least, ROWS.stop if few >= _LITTLE else _EIGHT))
+            # No processor is known that reads others faster so.
+            is_wide = _width(kind) > 1
+            if is_wide and (not self._measured or turned_gain(*kind) >= _GAIN_OF_ONE):
+                rows.add(1)
+            self._rows[kind] = frozenset(rows)
         return self._rows[kind]
 
     def _gain(self, kind: _Kind, use: Use) -> float:
         return packed_gain(*kind, use) if self._measured else _GAIN * has_packed_products(kind[0])
+
+
+def _width(kind: _Kind) -> float:
+    return kind[1] / kind[2]
 
 
 def _is_large(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -266,12 +200,7 @@ def _is_large(module: nn.Module) -> TypeGuard[nn.Linear]:
     return plain and weight.device.type == "cpu" and weight.numel() >= SMALLEST
 
 
-def _same_bits(sums_O: Tensor, others_O: Tensor) -> bool:
-    """Also where they are no numbers."""
-    return torch.equal(sums_O.view(torch.int32), others_O.view(torch.int32))
-
-
 def _is_own(forward: Callable[..., Any] | None) -> bool:
     """Whether a layer's forward is its class's, or put there for another text, in its place for as
     long as a step takes; accelerate's, such as, is neither."""
-    return forward is None or isinstance(getattr(forward, "__self__", None), _Packed)
+    return forward is None or isinstance(getattr(forward, "__self__", None), PackedLayer)

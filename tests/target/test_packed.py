@@ -18,6 +18,7 @@ from medusa_heads import HeadsConfig, MedusaModel, new_heads
 from medusa_heads.machine import kernels
 from medusa_heads.machine.kernels import has_packed_products
 from medusa_heads.target import packed as module
+from medusa_heads.target import packed_layer as layer_module
 from medusa_heads.target.graphs.compiled import CompiledTarget
 from medusa_heads.target.packed import ROWS
 from medusa_heads.target.target import TargetModel
@@ -44,7 +45,8 @@ def test_products_are_the_same(tiny_llama: TinyLlama, rows: int, with_bias: bool
         expected_1TV = target.model(ids_1T).logits
         with calls(target, rows) as made:
             got_1TV = target.model(ids_1T).logits
-        assert len(made) == (MATRICES if rows in ROWS else 0)
+        # By columns gates, what lies beside them, and the lm_head, which are wide.
+        assert len(made) == (2 * 2 + 1 if rows == 1 else MATRICES if rows in ROWS else 0)
         torch.testing.assert_close(got_1TV, expected_1TV, rtol=1e-4, atol=1e-4)
         assert torch.equal(target.model(ids_1T).logits, expected_1TV)  # its own matrices again
     assert not any("forward" in vars(layer) for layer in target.model.modules())
@@ -72,7 +74,7 @@ def test_planted_text_is_that_of_generate(tiny_llama: TinyLlama, tied: bool) -> 
     assert medusa.target.packed_bytes > 0
     # A negative control: of other weights than the model's, the text is another one.
     for packed in medusa.target.packed._packed.values():
-        packed._matrix = module.pack(torch.zeros_like(packed._own().weight))
+        packed._matrices[False] = layer_module.pack(torch.zeros_like(packed._own().weight))
         packed.look = lambda: None
     assert medusa.generate(**inputs).tolist() != expected_1T.tolist()
 
@@ -99,7 +101,7 @@ def test_graphs_multiply_by_the_packed_matrices_of_the_weights_as_they_are(
     assert medusa.generate(**inputs).tolist() == model.generate(**inputs).tolist()
     # A negative control: of other weights than the model's, the text is another one.
     for packed in medusa.target.packed._packed.values():
-        packed._matrix = module.pack(torch.zeros_like(packed._own().weight))
+        packed._matrices[False] = layer_module.pack(torch.zeros_like(packed._own().weight))
         packed.look = lambda: None
     assert medusa.generate(**inputs).tolist() != model.generate(**inputs).tolist()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
@@ -111,21 +113,21 @@ def test_inductors_graphs_do_so_as_well(tiny_llama: TinyLlama, how: Any) -> None
     inputs, expected, medusa = compiled(tiny_llama(attention_bias=True), how, "inductor")
     assert medusa.generate(**inputs).tolist() == expected
     for packed in medusa.target.packed._packed.values():
-        packed._matrix = module.pack(torch.zeros_like(packed._own().weight))
+        packed._matrices[False] = layer_module.pack(torch.zeros_like(packed._own().weight))
         packed.look = lambda: None
     assert medusa.generate(**inputs).tolist() != expected
 
 
 def test_weights_where_others_lay_are_multiplied_by_themselves(tiny_llama: TinyLlama) -> None:
     layer, other = (tiny_llama(seed=seed).lm_head for seed in (1, 2))
-    packed, x_8D = module._Packed(layer, ROWS), torch.randn(8, 64)
+    packed, x_8D = layer_module.PackedLayer(layer, frozenset(ROWS)), torch.randn(8, 64)
     packed.look()
     with torch.no_grad():
-        torch.testing.assert_close(module._linear(x_8D, layer.weight, None), layer(x_8D))
+        torch.testing.assert_close(layer_module._linear(x_8D, layer.weight, None), layer(x_8D))
         # What was packed lay there once; another layer's weights lie there now.
         layer.weight.data, other.weight.data = other.weight.data, layer.weight.data.mul_(2.0)
-        assert torch.equal(module._linear(x_8D, other.weight, None), other(x_8D))
-        assert torch.equal(module._linear(x_8D, layer.weight, None), layer(x_8D))
+        assert torch.equal(layer_module._linear(x_8D, other.weight, None), other(x_8D))
+        assert torch.equal(layer_module._linear(x_8D, layer.weight, None), layer(x_8D))
 
 
 @pytest.mark.parametrize("how", [False, True])

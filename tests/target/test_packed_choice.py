@@ -14,6 +14,7 @@ from torch import nn
 from medusa_heads import HeadsConfig, MedusaModel, new_heads
 from medusa_heads.machine.kernels import has_packed_products
 from medusa_heads.target import packed as module
+from medusa_heads.target import packed_layer as layer_module
 from medusa_heads.target.packed import PackedMatrices, unpacked
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def every_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SMALLEST", 1)
+    monkeypatch.setattr(module, "turned_gain", lambda *_: 1.0)
 
 
 def test_nothing_is_packed_where_it_does_not_pay_or_find_room(
@@ -38,7 +40,7 @@ def test_nothing_is_packed_where_it_does_not_pay_or_find_room(
             target = TargetModel(tiny_llama())
             with torch.no_grad(), calls(target, 8) as made:
                 target.model(torch.arange(8)[None])
-            assert not made and target.packed is not None and not target.packed.pays
+            assert not made and target.packed is not None and not target.packed.rows
     needed = sum(p.nbytes for p in tiny_llama().parameters() if p.dim() == 2) - 199 * 64 * 4
     for free, packed in [(4 * needed, MATRICES), (4 * needed - 1, 0), (None, MATRICES)]:
         monkeypatch.setattr(module, "free_memory", lambda _, free=free: free)
@@ -73,7 +75,9 @@ def test_the_heaviest_kinds_of_matrices_are_measured(
         target.new_cache()
         with torch.no_grad(), calls(target, 8) as made:
             target.model(torch.arange(8)[None])
-        assert asked == [(128, 64, "few"), (199, 64, "few"), (199, 64, "two")] and len(made) == 1
+        kinds = [(128, 64), (199, 64)]
+        assert asked == [(*kind, use) for kind in kinds for use in ("two", "few")]
+        assert len(made) == 1
     gains.update({(199, 64): 1.0, (128, 64): 2.0})  # and all others do as the heaviest
     target = TargetModel(tiny_llama(num_layers=1))
     with torch.no_grad(), calls(target, 8) as made:
@@ -81,17 +85,64 @@ def test_the_heaviest_kinds_of_matrices_are_measured(
     assert len(made) == 7
 
 
-@pytest.mark.parametrize(("of_two", "least"), [(1.3, 2), (1.2, 4)])
-def test_from_how_many_rows_on(
-    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, of_two: float, least: int
+@pytest.mark.parametrize(
+    ("two", "eight", "least", "most"),
+    [(1.3, 2.0, 2, 32), (1.2, 2.0, 4, 32), (1.3, 1.1, 2, 32), (1.3, 1.0, 2, 7), (1.2, 1.2, 1, 0)],
+)
+def test_for_how_many_rows(
+    tiny_llama: TinyLlama,
+    monkeypatch: pytest.MonkeyPatch,
+    two: float,
+    eight: float,
+    least: int,
+    most: int,
 ) -> None:
-    """On some processors torch's own product of two rows is fast."""
-    monkeypatch.setattr(module, "packed_gain", lambda *of: of_two if of[-1] == "two" else 2.0)
+    """On some processors torch's own product of two rows is fast, on others that of eight."""
+    monkeypatch.setattr(module, "packed_gain", lambda *of: two if of[-1] == "two" else eight)
     target = TargetModel(tiny_llama())
-    for rows in range(1, 6):
+    for rows in (1, 2, 3, 4, 7, 8, 32, 33):
         with torch.no_grad(), calls(target, rows) as made:
             target.model(torch.arange(rows)[None])
-        assert len(made) == (MATRICES if rows >= least else 0)
+        assert len(made) == (MATRICES if least <= rows <= most else 0)
+
+
+def test_one_row_is_multiplied_by_the_columns_of_wide_matrices(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are measured, and those that are at least as wide as the heaviest: of a layer its
+    gate and what lies beside, and the lm_head."""
+    monkeypatch.setattr(module, "packed_gain", lambda *_: 1.0)
+    for gain, wide in ((1.14, 0), (1.2, 2 * 2 + 1)):
+        monkeypatch.setattr(module, "turned_gain", lambda *_, gain=gain: gain)
+        target = TargetModel(tiny_llama())
+        held = [layer for layer in target.model.modules() if isinstance(layer, nn.Linear)]
+        most = [layer.weight for layer in held if layer.out_features >= 2 * layer.in_features]
+        assert len(most) == 2 * 2 + 1
+        with torch.no_grad():
+            expected_11V = target.model(torch.tensor([[7]])).logits
+            for rows, times in ((1, 1), (2, 0)):
+                with calls(target, rows) as made:
+                    got_1TV = target.model(torch.full((1, rows), 7)).logits
+                assert len(made) == wide * times
+        torch.testing.assert_close(got_1TV[:, :1], expected_11V, rtol=1e-4, atol=1e-4)
+        assert target.packed_bytes == bool(wide) * sum(weight.nbytes for weight in most)
+
+
+def test_a_text_of_single_tokens_is_that_of_generate(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "turned_gain", lambda *_: 2.0)
+    model = tiny_llama()
+    inputs: dict[str, Any] = {"input_ids": torch.arange(7, 19)[None], "do_sample": False}
+    inputs["max_new_tokens"] = 20
+    expected = model.generate(**inputs).tolist()
+    plain: Any = MedusaModel(model, new_heads(TargetModel(model), HeadsConfig()), tree="none")
+    assert plain.generate(**inputs).tolist() == expected
+    # A negative control: by other weights than the model's, the text is another one.
+    for packed in plain.target.packed._packed.values():
+        packed._matrices = {True: torch.zeros_like(packed._own().weight.t())}
+        packed.look = lambda: None
+    assert plain.generate(**inputs).tolist() != expected
 
 
 def test_gradients_and_autocast_take_the_models_own(tiny_llama: TinyLlama) -> None:
@@ -164,8 +215,8 @@ def test_sparse_weights_are_left_alone(tiny_llama: TinyLlama) -> None:
 def test_a_kernel_that_is_wrong_here_is_done_without(
     tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    product = module.packed_product
-    monkeypatch.setattr(module, "packed_product", lambda *args: product(*args) + 1)
+    product = layer_module.packed_product
+    monkeypatch.setattr(layer_module, "packed_product", lambda *args: product(*args) + 1)
     model = tiny_llama()
     with torch.no_grad():
         expected_1TV = model(torch.arange(8)[None]).logits
@@ -224,7 +275,7 @@ def test_a_thread_that_does_without_them_is_alone(tiny_llama: TinyLlama) -> None
 def test_layers_are_known_by_where_their_weights_lie_now(tiny_llama: TinyLlama) -> None:
     target = TargetModel(tiny_llama())
     with torch.no_grad(), calls(target, 8):
-        before = len(module._placed)
+        before = len(layer_module._placed)
     for _ in range(3):
         for layer in target.model.modules():
             if isinstance(layer, nn.Linear):
@@ -232,4 +283,4 @@ def test_layers_are_known_by_where_their_weights_lie_now(tiny_llama: TinyLlama) 
         assert target.packed is not None
         target.packed.look_again()
         with torch.no_grad(), calls(target, 8):
-            assert len(module._placed) <= before
+            assert len(layer_module._placed) <= before

@@ -86,6 +86,9 @@ def show(arguments: EnvArguments) -> None:
     sizes = (shape.intermediate, shape.hidden)
     if where == "cpu" and (gain := machine.packed_gain(chosen["tree"].dtype, *sizes)):
         say(f"  packed matrices: {gain:.2f} times the speed of others for 8 rows")
+    if where == "cpu":
+        gain = machine.turned_gain(chosen["tree"].dtype, *sizes)
+        say(f"  matrices by columns: {gain:.2f} times the speed of others for 1 row")
     folder, home = str(machine.measurement_folder()), os.path.expanduser("~")
     shown = "~" + folder.removeprefix(home) if folder.startswith(home + os.sep) else folder
     say(f"measurements are kept in {shown}")
