@@ -110,9 +110,12 @@ def findings(report: Mapping[str, Any]) -> list[str]:
                 f"a step, {times[ALONE]} the speed of {setting['reference']}."
             )
         if FASTEST in found:
+            nodes = found[FASTEST]["nodes"]
             lines.append(
-                f"    By the tree that should be fastest here, of {found[FASTEST]['nodes']} nodes: "
+                f"    By the tree that should be fastest here, of {nodes} nodes: "
                 f"{found[FASTEST]['tokens_per_step']:.2f} tokens a step, {times[FASTEST]}."
+                if nodes
+                else f"    No tree of theirs should be faster here than none: {times[FASTEST]}."
             )
         if {COPYING, TOGETHER} <= found.keys():
             lines.append(

@@ -125,5 +125,8 @@ def test_the_heads_own_share_is_told_apart() -> None:
     alone, fastest, copying, proof = findings({"settings": [setting | {"reference": "plain"}]})
     assert "heads alone write 2.50 tokens a step, 1.50x the speed of plain" in alone
     assert "of 3 nodes: 2.10 tokens a step, 1.70x" in fastest
+    methods[-1]["nodes"] = 0
+    _, none, *_ = findings({"settings": [setting | {"reference": "plain"}]})
+    assert none.strip() == "No tree of theirs should be faster here than none: 1.70x."
     assert "without heads: 2.00x. Both, chosen at every step: 2.50x" in copying
     assert "4 of 4 texts are token for token" in proof
