@@ -7,6 +7,7 @@ file before the others begin.
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from itertools import count, islice
@@ -54,6 +55,8 @@ def pytest_xdist_auto_num_workers() -> int:
 
 # Nothing of what is imported, or rewritten for its assertions, is garbage.
 gc.disable()
+# What a shell starts in the background ignores Ctrl-C, and so would the runs that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
