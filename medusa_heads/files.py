@@ -177,6 +177,8 @@ def is_path(name: str) -> bool:
 def check_folder(folder: str | os.PathLike[str]) -> None:
     """See beforehand whether files can be written to a folder; nothing is made. ValueError where a
     file stands in its place, or nothing may be written to it."""
+    if not os.fspath(folder):  # as a shell makes of a variable that is not set
+        raise ValueError("expected a folder, got an empty name: name one")
     path = expanded(folder).absolute()
     there = next(place for place in (path, *path.parents) if place.exists())
     if not there.is_dir():

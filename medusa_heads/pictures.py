@@ -36,6 +36,7 @@ class Look:
             "grid.color": self.faint,
             "grid.alpha": 0.3,
             "font.size": _TEXT_POINTS + 1,
+            "text.parse_math": False,  # names are anyone's, and may cost $5
             "axes.titlesize": _TEXT_POINTS + 2,
             "axes.spines.top": False,
             "axes.spines.right": False,

@@ -31,12 +31,13 @@ def on_screen(
     """A table, numbers to the right; one row may stand out. Where it is narrow, for many columns of
     short numbers, their names are broken and not cut."""
     from rich import box
+    from rich.markup import escape  # a category may be called [math], a compiler stand in [/usr]
     from rich.table import Table
 
     columns, cells = rows
-    table = Table(title=title, caption=caption or None, caption_justify="left")
+    table = Table(title=escape(title), caption=escape(caption) or None, caption_justify="left")
     for place, column in enumerate(columns):
-        table.add_column(column, justify="right" if place else "left", no_wrap=not place)
+        table.add_column(escape(column), justify="right" if place else "left", no_wrap=not place)
     if narrow:
         table.box, table.pad_edge = box.SIMPLE, False
         for place, shown in enumerate(table.columns):
@@ -44,7 +45,7 @@ def on_screen(
             shown.width = None if place else max(len(row[0]) for row in cells)
             shown.min_width = shown.width or 4
     for place, row in enumerate(cells):
-        table.add_row(*row, style="bold" if place == bold else None)
+        table.add_row(*map(escape, row), style="bold" if place == bold else None)
     return table
 
 
@@ -52,4 +53,5 @@ def in_markdown(rows: Rows) -> str:
     """A table, numbers to the right."""
     columns, cells = rows
     lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *cells]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    written = ([cell.replace("|", r"\|") for cell in line] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in written)

@@ -114,6 +114,11 @@ def test_the_next_writer_removes_what_a_killed_one_left_and_nothing_of_a_living_
         assert names(tmp_path) == [made.name, "a"]
 
 
+def test_an_empty_name_is_no_folder() -> None:
+    with pytest.raises(ValueError, match="expected a folder, got an empty name: name one"):
+        check_folder("")
+
+
 def test_a_folder_that_can_be_written_to_is_not_made_yet(tmp_path: Path) -> None:
     check_folder(tmp_path)
     check_folder(tmp_path / "a" / "b")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,16 @@ def test_no_label_lies_on_another(kind: str) -> None:
     assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
     width, height = canvas.get_width_height()
     assert all(box.x0 >= 0 and box.x1 <= width and box.y1 <= height for box in boxes)
+
+
+def test_names_are_no_formulas(tmp_path: Path) -> None:
+    bars = [Bar(r"costs $\foo$ or $5", 1.0, 1.0, 1.0)]
+    draw = partial(_alone, bars=bars)
+    assert save_picture(tmp_path / "a.png", draw, size=(4, 2)).is_file()
+
+
+def _alone(figure: Any, bars: list[Bar]) -> None:
+    draw_bars(figure.subplots(), bars, bars[0].name)
 
 
 def test_a_failure_leaves_the_old_picture(tmp_path: Path) -> None:

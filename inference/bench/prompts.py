@@ -64,7 +64,9 @@ def read_questions(file: str | Path) -> list[Question]:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: save it as UTF-8") from error
-    is_json = path.suffix == ".jsonl"
+    if (suffix := path.suffix.lower()) == ".json":
+        raise ValueError(f"{path} may be one object over many lines: save it as .jsonl, one a line")
+    is_json = suffix == ".jsonl"
     questions = [
         _json_question(line, f"{path}, line {number}") if is_json else Question((line,))
         for number, line in enumerate(lines, start=1)
@@ -184,13 +186,27 @@ def choose_prompts(
 
 
 def batches_of(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
-    """Prompts in batches of one category each; a last one is filled up from its category's start,
-    so that all batches cost alike."""
+    """Prompts in batches, none twice: of one category each, then of what is left over of all of
+    them. Fewer than `size` are left out in the end, so that all batches cost alike. Raises
+    ValueError: there are fewer than that."""
+    check_enough(prompts, size)
+    each = _by_category(prompts)
+    rest = [prompt for of_one in each for prompt in of_one[len(of_one) // size * size :]]
     return [
-        [each[place % len(each)] for place in range(start, start + size)]
-        for each in _by_category(prompts)
-        for start in range(0, len(each), size)
+        of_one[start : start + size]
+        for of_one in (*each, rest)
+        for start in range(0, len(of_one) - size + 1, size)
     ]
+
+
+def check_enough(prompts: Sequence[Prompt], size: int) -> None:
+    """Raises ValueError: fewer prompts than a batch has rows. Copies of one go in step with it, and
+    would make batches look faster than they are."""
+    if len(prompts) < size:
+        raise ValueError(
+            f"a batch of {size} rows needs as many prompts, got {len(prompts)}: give more prompts, "
+            "or smaller batch_sizes"
+        )
 
 
 def _by_category(prompts: Sequence[Prompt]) -> list[list[Prompt]]:

@@ -7,11 +7,12 @@ batch's ratio to plain decoding moments before or after.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from medusa_heads.inference.bench.methods import (
     make_method,
     needs_heads,
 )
-from medusa_heads.inference.bench.prompts import Prompt
+from medusa_heads.inference.bench.prompts import Prompt, check_enough
 from medusa_heads.inference.bench.setting import Plan, decoding_options, measure
 from medusa_heads.inference.bench.source import find_source, load_models
 from medusa_heads.inference.bench.timed_run import Method, fastest_threads, run_once
@@ -99,6 +100,8 @@ def measure_models(
     if not prompts:
         raise ValueError("a benchmark needs at least one prompt, got none")
     asked = [p if isinstance(p, Prompt) else Prompt(tuple(p)) for p in prompts]
+    if not any(prompt.follow_up for prompt in asked):  # known before anything is loaded
+        check_enough(asked, max(plan.batch_sizes))
     machine = describe_machine()  # before our own work adds to the load
     report: dict[str, Any] = {}
     with _undisturbed():
@@ -108,31 +111,32 @@ def measure_models(
             model: Any = models.target.model
             _check_length(models, asked, plan)
             # Before methods are made: some choose their trees by what steps take.
-            torch.set_num_threads(plan.threads or fastest_threads(model, asked[0].tokens))
+            torch.set_num_threads(
+                plan.threads or fastest_threads(model, asked[0].tokens, plan.max_new_tokens)
+            )
             if not report:
                 asked, left_out = _with_further_turns(models, asked, plan)
                 _check_length(models, asked, plan)
+                check_enough(asked, max(plan.batch_sizes))
                 report = _about(models, plan, machine, left_out) | dict(asked_for or {})
             longest = max(len(prompt.tokens) for prompt in asked) + plan.max_new_tokens
-            methods: dict[str, Method] = {}
-            for setting in settings:
+            compiled = False
+            for setting, size in product(settings, plan.batch_sizes):
                 names = dict.fromkeys((PLAIN, *setting.methods))
-                methods |= {
-                    name: make_method(name, models, most_tokens=longest)
-                    for name in names
-                    if name not in methods
-                }
-                compared = [methods[name] for name in names]
-                for size in plan.batch_sizes:
-                    measured = measure(
-                        setting, compared, model, asked, plan, batch_size=size, progress=progress
-                    )
-                    report["settings"].append(measured | {"threads": torch.get_num_threads()})
-                    on_setting(report)
+                # Anew for each: some remember what they have read, and the prompts are the same.
+                methods = [make_method(name, models, most_tokens=longest) for name in names]
+                measured = measure(
+                    setting, methods, model, asked, plan, batch_size=size, progress=progress
+                )
+                report["settings"].append(measured | {"threads": torch.get_num_threads()})
+                on_setting(report)
+                compiled = compiled or any(method.compiled for method in methods)
+                del methods
+                gc.collect()  # what they learnt of the machine is kept when they go
             # One copy at a time, and the graphs that were compiled of it go with it.
-            if any(method.compiled for method in methods.values()):
+            if compiled:
                 torch.compiler.reset()
-            del models, model, methods, compared
+            del models, model
     return report
 
 

@@ -20,7 +20,7 @@ from medusa_heads.inference.bench.timed_run import (
     summarise,
     take_turns,
 )
-from medusa_heads.settings import at_least
+from medusa_heads.settings import above_zero, at_least
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ def default_settings(dtypes: Sequence[str] = ("float32",)) -> list[Setting]:
     (sampled, by its random stream): behind another dtype there the proof counts, and prompt lookup
     is not timed once more.
     """
-    found = []
-    for dtype in dict.fromkeys(dtypes):
+    found, dtypes = [], list(dict.fromkeys(dtypes))
+    for dtype in dtypes:
         for name, same in (("greedy", HEADS), ("sampled", HEADS + STREAM)):
             proves = dtype == "float32" and len(dtypes) > 1
             found.append(Setting(name, dtype, (PLAIN, same) if proves else Setting.methods))
@@ -72,8 +72,7 @@ class Plan:
         if not self.batch_sizes or min(self.batch_sizes) < 1:
             raise ValueError(f"batch_sizes must be at least 1, got {list(self.batch_sizes)}")
         at_least(self, 1, "max_new_tokens", "max_prompt_length", "threads")
-        if self.temperature <= 0.0:
-            raise ValueError(f"expected a temperature above 0, got {self.temperature}")
+        above_zero(self, "temperature")
 
     @property
     def methods(self) -> list[str]:
@@ -107,7 +106,7 @@ def measure(
     reference = max(
         candidates, key=lambda name: statistics.median(r.tokens_per_second for r in runs[name])
     )
-    kinds = [batch[0].category for batch in batches]
+    kinds = [_category(batch) for batch in batches]
     entries = []
     for method in running:
         compared = (runs[method.name], runs[reference], runs[plain])
@@ -168,13 +167,19 @@ def _warm_up(
     return running, left_out
 
 
+def _category(batch: Sequence[Prompt]) -> str:
+    """What a batch's prompts are, in a table of categories."""
+    kinds = {prompt.category or "other" for prompt in batch}
+    return kinds.pop() if len(kinds) == 1 else "mixed"
+
+
 def _by_category(
-    kinds: Sequence[str | None], compared: Sequence[Sequence[TimedRun]]
+    kinds: Sequence[str], compared: Sequence[Sequence[TimedRun]]
 ) -> dict[str, dict[str, Any]]:
     shown = ("tokens_per_second", "speedup", "speedup_quartiles", "tokens_per_step", "identical")
     found = {}
     for kind in dict.fromkeys(kinds):
         places = [place for place, other in enumerate(kinds) if other == kind]
         whole = summarise(*([runs[place] for place in places] for runs in compared))
-        found[kind or "other"] = {name: whole[name] for name in shown}
+        found[kind] = {name: whole[name] for name in shown}
     return found

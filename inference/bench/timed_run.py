@@ -95,8 +95,8 @@ def run_once(
         run.forwards = max(map(len, rows))  # plain: a token a forward
     if method.stats is not None:
         stats = method.stats()
-        if method.compiled:
-            run.forwards = stats.forwards
+        # A script's forwards pass by the module, and so do compiled ones.
+        run.forwards = stats.forwards if method.compiled else max(run.forwards, stats.forwards)
         run.steps = stats.steps
         run.phases = dict(stats.seconds) | {"other": seconds - sum(stats.seconds.values())}
         run.accepted = stats.accepted - Counter({0: len(rows)})
@@ -125,18 +125,20 @@ def take_turns(
     return runs
 
 
-def fastest_threads(model: Any, prompt: Sequence[int]) -> int:
+def fastest_threads(model: Any, prompt: Sequence[int], most_tokens: int = WARM_UP_TOKENS) -> int:
     """One thread or all that torch would use, whichever decodes plainly the faster: the forward of
-    one token of a small model is over before a second thread has woken up."""
+    one token of a small model is over before a second thread has woken up. Behind the prompt there
+    is room for `most_tokens`."""
     most = torch.get_num_threads()
     if model.device.type != "cpu" or most == 1:
         return most
     method, how = Method("plain", model.generate), {"do_sample": False}
+    new = min(WARM_UP_TOKENS, most_tokens)
     seconds: dict[int, list[float]] = {1: [], most: []}
     for _ in range(4):
         for count, times in seconds.items():
             torch.set_num_threads(count)
-            done = run_once(method, model, [prompt], 0, max_new_tokens=WARM_UP_TOKENS, **how)
+            done = run_once(method, model, [prompt], 0, max_new_tokens=new, **how)
             times.append(done.seconds / done.num_tokens)
     return min(seconds, key=lambda count: statistics.median(seconds[count][1:]))
 

@@ -27,7 +27,8 @@ BESIDE_OTHERS = (
 )
 """What is said of measured trees where that is so of any."""
 
-_MOST_NODES = 1024
+MOST_NODES = 1024
+"""Of all rows together: more pay on no machine, and take long to measure."""
 _AS_FAST = 0.98  # closer than this, measured times do not tell two trees apart
 
 
@@ -83,8 +84,7 @@ def tune(
     and sequences decoded together; `refresh` measures anew. Raises ValueError: the context does not
     fit the target."""
     expected = expected_tokens(statistics, chain_only=capability(target) != "tree")
-    # More nodes than this in all rows together pay on no machine, and take long to measure.
-    most = min(max(_MOST_NODES // batch_size, 1), room(target))
+    most = min(max(MOST_NODES // batch_size, 1), room(target))
     expected = {tree: tokens for tree, tokens in expected.items() if _nodes(tree) < most}
     kind = read_as(heads)
     where = {"context": context, "batch_size": batch_size, "refresh": refresh}

@@ -118,7 +118,7 @@ def stages_of(recipe: Recipe, plan: Plan) -> tuple[Stage, Stage]:
             f"{prompts} prompts from packages that neither has seen: heads against transformers' "
             f"own decoding and against copying from the text, speed in {dtype}, {proof}.",
             plan.measure_seconds,
-            (recipe.folder / "report.json", recipe.folder / "report.png"),
+            (recipe.report_file, recipe.folder / "report.png"),
             lambda: recipe.report_key(plan),
             lambda: run_command(lambda: recipe.measure(plan), prog="demo"),
         ),

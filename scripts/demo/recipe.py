@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.flags.arguments import parse_arguments
 from medusa_heads.cli.train_heads import ARGUMENTS
+from medusa_heads.contents import SIDECAR_FILE
 from medusa_heads.machine.products import dtype_name
 from scripts.demo.plan import (
     BUDGET,
@@ -70,6 +71,11 @@ class Recipe:
     def stages_file(self) -> Path:
         """Says which stages are done, and from what."""
         return self.folder / "stages.json"
+
+    @property
+    def report_file(self) -> Path:
+        """Where the result of the measurement is."""
+        return self.folder / "report.json"
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -221,7 +227,7 @@ class Recipe:
             "python": platform.python_version(),
         }
         digest = hashlib.sha256(json.dumps(decided, sort_keys=True).encode())
-        rooms = ("medusa_heads", "training", "inference")
+        rooms = ("medusa_heads", "training", "inference", "scripts")
         sources = [file for room in rooms for file in sorted(Path(room).rglob("*.py"))]
         target = sorted(path for path in Path(self.target).iterdir() if path.is_file())
         for file in (self.config, *target, *sources):
@@ -229,12 +235,13 @@ class Recipe:
         return digest.hexdigest()
 
     def report_key(self, plan: Plan) -> str:
-        """The heads as they lie there, and the settings of the measurement."""
+        """The heads and the report as they lie there, and the settings of the measurement."""
         decided = {
             "prompts": plan.amounts.prompts,
             "new_tokens": self.new_tokens,
             "settings": [asdict(setting) for setting in self.benchmark_settings()],
         }
         digest = hashlib.sha256((self.heads_key(plan) + json.dumps(decided)).encode())
-        digest.update((self.heads / self.weights_file).read_bytes())
+        for file in (self.heads / self.weights_file, self.heads / SIDECAR_FILE, self.report_file):
+            digest.update(file.read_bytes())
         return digest.hexdigest()

@@ -78,7 +78,7 @@ def show_result(console: Console, recipe: Recipe, *, reread: bool) -> None:
     """The tables of an earlier run, then what they say and where everything lies."""
     from medusa_heads.inference.bench.report import tables
 
-    report = json.loads((recipe.folder / "report.json").read_text(encoding="utf-8"))
+    report = json.loads(recipe.report_file.read_text(encoding="utf-8"))
     if reread:
         console.print(f"Measured {report['created']}:")
         console.print(*tables(report))
@@ -86,7 +86,7 @@ def show_result(console: Console, recipe: Recipe, *, reread: bool) -> None:
         console.print(line)
     for name, path in (
         ("heads", recipe.heads),
-        ("numbers", recipe.folder / "report.json"),
+        ("numbers", recipe.report_file),
         ("picture", recipe.folder / "report.png"),
     ):
         console.print(f"{name:>8}: {path}", highlight=False)

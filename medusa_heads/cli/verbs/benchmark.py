@@ -1,6 +1,6 @@
 """Measure ways to decode a target against transformers' own.
 
-medusa-heads benchmark runs/demo/heads --num_prompts 20 --report runs/demo
+medusa-heads benchmark runs/demo/heads --num_prompts 20 --report runs/benchmark
 medusa-heads benchmark runs/qwen --prompts question.jsonl --dtypes bfloat16 --batch_sizes 1 8
 medusa-heads benchmark assets/demo-target --methods plain suffix recycling auto auto+compile
 """
@@ -27,6 +27,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 # Behind a lower precision, the same text is proved in float32 where that does not take long.
 PROVED_PARAMETERS = 250_000_000
 DECODINGS = ("greedy", "sampled")
+_PROMPT_LENGTH = 64  # of the default prompts
 
 
 @dataclass
@@ -66,8 +67,10 @@ class BenchmarkArguments(DeviceFlag, RemoteCodeFlag):
     num_prompts: int = flag(
         20, "Prompts to measure on, from all categories in turn; 0: all of --prompts."
     )
-    max_prompt_length: int | None = flag(None, "Leave out longer prompts, in tokens; count them.")
-    prompt_length: int = flag(64, "Tokens in each of the default prompts.")
+    max_prompt_length: int | None = flag(
+        None, "Leave out longer ones of --prompts, in tokens; count them."
+    )
+    prompt_length: int | None = flag(None, "Tokens in each of the default prompts. Default: 64.")
     max_new_tokens: int = flag(128, "Tokens after each prompt.")
     temperature: float = flag(0.7, "Temperature of the sampled settings.")
     # train-heads draws the text it measures heads on with seed 0: other prompts than those.
@@ -91,6 +94,16 @@ class BenchmarkArguments(DeviceFlag, RemoteCodeFlag):
 def benchmark(arguments: BenchmarkArguments) -> None:
     """Measure, show the tables, write the report."""
     at_least(arguments, 1 if arguments.prompts is None else 0, "num_prompts")
+    at_least(arguments, 1, "prompt_length")
+    if arguments.prompts is None and arguments.max_prompt_length is not None:
+        raise ValueError(
+            "max_prompt_length is for prompts of your own: give --prompts, or --prompt_length"
+        )
+    if arguments.prompts is not None and arguments.prompt_length is not None:
+        raise ValueError(
+            "prompt_length is that of the default prompts: leave it out beside --prompts, or give "
+            "--max_prompt_length"
+        )
     for name, known in (("dtypes", DTYPES), ("decodings", DECODINGS)):
         if unknown := [value for value in getattr(arguments, name) if value not in known]:
             raise ValueError(f"expected {name} among {', '.join(known)}, got {unknown[0]!r}")
@@ -233,7 +246,7 @@ def _prompts(arguments: BenchmarkArguments, source: Source) -> tuple[list[Prompt
     windows = held_out_prompts(
         tokenizer,
         num_prompts=arguments.num_prompts,
-        prompt_length=arguments.prompt_length,
+        prompt_length=arguments.prompt_length or _PROMPT_LENGTH,
         seed=arguments.seed,
     )
     return [Prompt(tuple(window)) for window in windows], 0

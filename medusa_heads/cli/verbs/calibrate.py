@@ -105,7 +105,11 @@ def _find_text(arguments: CalibrateArguments) -> tuple[Corpus, DataArguments]:
         text_column=arguments.text_column,
         max_length=arguments.max_length,
     )
-    embedded = arguments.dataset == ["stdlib"]
+    embedded = "stdlib" in arguments.dataset
+    if embedded and len(arguments.dataset) > 1:
+        raise ValueError(
+            "of stdlib the held-out packages alone are measured on: give it without other names"
+        )
     corpus = load_corpus(
         arguments.dataset,
         HELD_OUT if embedded else arguments.dataset_split,

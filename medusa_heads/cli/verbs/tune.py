@@ -48,9 +48,15 @@ def tune(arguments: TuneArguments) -> None:
             )
     from rich.console import Console
 
+    from medusa_heads.inference.plan import tree_size
+
+    if written is not None and 2 * arguments.batch_size > tree_size.MOST_NODES:
+        raise ValueError(
+            f"no tree pays for {arguments.batch_size} rows, so that there is none to write: give a "
+            "smaller batch_size"
+        )
     model, most = load_measured_model(arguments, arguments.context, "tree")
     from medusa_heads.inference.adapt.measure import DEFAULT_CONTEXT
-    from medusa_heads.inference.plan import tree_size
     from medusa_heads.inference.plan.trees import write_choices
     from medusa_heads.machine.measurements import measurement_folder
 

@@ -100,7 +100,7 @@ def test_a_target_alone_on_questions(
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     one, two = report["settings"]
     assert (one["batch_size"], one["prompts"]) == (1, 3)  # two turns of the first question
-    assert (two["batch_size"], two["prompts"]) == (2, 4)
+    assert (two["batch_size"], two["prompts"]) == (2, 2)  # one is left over
     assert list(one["methods"][0]["by_category"]) == ["math", "writing"]
     assert all(method["identical"] == 1.0 for s in (one, two) for method in s["methods"])
     assert (tmp_path / "out" / "report.md").read_text().startswith("# Benchmark")
@@ -134,6 +134,9 @@ def test_what_is_given_is_measured_by_default(
         (["--decodings", "beam"], "expected decodings among greedy, sampled, got 'beam'"),
         (["--num_prompts", "0"], "num_prompts must be at least 1, got 0"),
         (["--prompts", "x", "--num_prompts", "-1"], "num_prompts must be at least 0, got -1"),
+        (["--max_prompt_length", "9"], "max_prompt_length is for prompts of your own"),
+        (["--prompts", "x", "--prompt_length", "9"], "prompt_length is that of the default"),
+        (["--report", ""], "expected a folder, got an empty name"),
         (["--target", "other"], "leave out --target"),
         (["--prompts", "nowhere.jsonl"], "expected a file of prompts at 'nowhere.jsonl'"),
     ],

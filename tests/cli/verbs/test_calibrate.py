@@ -108,6 +108,7 @@ def test_an_interruption_loses_nothing(bare: Path, monkeypatch: pytest.MonkeyPat
         (["{}/heads", "--dataset", "{}/text.jsonl", "--max_positions", "0"], "at least 1, got 0"),
         (["{}/heads", "--dataset", "{}/text.jsonl", "--max_length", "600"], "context of 512"),
         (["{}/heads", "--dataset", "{}/ids.jsonl", "--self_distill"], "from plain text"),
+        (["{}/heads", "--dataset", "stdlib", "{}/text.jsonl"], "give it without other names"),
         (["user/heads", "--dataset", "stdlib"], "with medusa-heads pull"),
         (["user/heads@v2", "--dataset", "stdlib"], "with medusa-heads pull"),
         (["{}/draft", "--dataset", "stdlib"], "found a draft model"),

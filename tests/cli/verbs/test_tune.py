@@ -90,6 +90,7 @@ def test_the_chain_of_a_target_that_verifies_no_tree(
         (["{}/heads", "--write", "{}/no/tree.json"], "expected a folder at"),
         (["{}/heads", "--write", "{}/target"], "found a folder: choose another"),
         (["{}/heads", "--context", "8", "16", "--write", "x.json"], "give one --context"),
+        (["{}/heads", "--batch_size", "513", "--write", "x.json"], "no tree pays for 513 rows"),
         (["{}/heads", "--dtype", "int3"], "invalid choice: 'int3'"),
         (["{}/heads", "--refrsh"], "did you mean '--refresh'"),
         ([], "--checkpoint is missing"),

@@ -149,6 +149,18 @@ def test_prompts_are_chosen_from_all_categories_in_turn() -> None:
         choose_prompts([long], 1, longest=8)
 
 
-def test_batches_are_of_one_category_and_full() -> None:
+def test_batches_are_full_of_one_category_then_mixed_and_hold_no_prompt_twice() -> None:
     a, b, c, d = (Prompt((i,), "x" if i < 3 else "y") for i in range(4))
-    assert batches_of([a, d, b, c], 2) == [[a, b], [c, a], [d, d]]
+    assert batches_of([a, d, b, c], 2) == [[a, b], [c, d]]
+    assert batches_of([a, d, b, c], 3) == [[a, b, c]]  # one is left out
+    assert batches_of([a, d, b, c], 1) == [[a], [b], [c], [d]]
+    with pytest.raises(ValueError, match="a batch of 5 rows needs as many prompts, got 4: give"):
+        batches_of([a, d, b, c], 5)
+
+
+def test_one_object_over_many_lines_is_no_file_of_prompts(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text('[\n{"prompt": "a"}\n]')
+    with pytest.raises(ValueError, match=r"save it as \.jsonl, one a line"):
+        read_questions(tmp_path / "p.json")
+    (tmp_path / "p.JSONL").write_text('{"prompt": "a"}\n')
+    assert [question.turns for question in read_questions(tmp_path / "p.JSONL")] == [("a",)]

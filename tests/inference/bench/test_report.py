@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,19 @@ def test_tables_have_the_reports_numbers(report: dict[str, Any]) -> None:
     ]
     assert str(first.title).startswith("bf16, greedy: 20 prompts x 128 new tokens")
     assert str(second.title).startswith("fp32, sampled at temperature 0.7")
+
+
+def test_names_are_no_markup(report: dict[str, Any]) -> None:
+    """A category is anyone's, and a compiler's message has paths in brackets."""
+    setting = report["settings"][0]
+    for each in setting["methods"]:
+        each["by_category"] = {name: {"speedup": 1.0} for name in ("[math]", "a [/b]", "c|d")}
+    setting["left_out"] = {"plain-compiled": "no [/usr/bin/g++]"}
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(*tables(report))
+    shown = console.export_text()
+    assert all(name in shown for name in ("[math]", "a [/b]", "c|d", "no [/usr/bin/g++]"))
+    assert r"| c\|d | 1.00 |" in markdown(report)
 
 
 def test_a_table_fits_an_ordinary_terminal(report: dict[str, Any]) -> None:

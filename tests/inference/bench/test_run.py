@@ -18,7 +18,7 @@ from medusa_heads.inference.bench import run as benchmark_module
 from medusa_heads.inference.bench.methods import PLAIN, PROMPT_LOOKUP, STREAM
 from medusa_heads.inference.bench.prompts import Prompt
 from medusa_heads.inference.bench.run import benchmark
-from medusa_heads.inference.bench.setting import Plan, Setting, measure
+from medusa_heads.inference.bench.setting import Plan, Setting, default_settings, measure
 from medusa_heads.inference.models.medusa import MedusaModel
 from medusa_heads.machine import describe_machine
 from medusa_heads.target.target import TargetModel
@@ -71,6 +71,8 @@ def test_mistakes_are_refused(medusa: MedusaModel, tmp_path: Path) -> None:
     save_heads(heads, medusa.heads, medusa.target)
     with pytest.raises(ValueError, match="at least one prompt"):
         benchmark(heads, [], target=target)
+    with pytest.raises(ValueError, match="a batch of 4 rows needs as many prompts, got 3"):
+        benchmark(heads, PROMPTS, Plan(batch_sizes=[1, 4]), target=target)
     with pytest.raises(ValueError, match="given twice: name it once"):
         benchmark(heads, PROMPTS, target=target, draft_model=[target, f"{target}/"])
     with pytest.raises(ValueError, match="do not fit the target's context of 512"):
@@ -92,7 +94,8 @@ def test_mistakes_are_refused(medusa: MedusaModel, tmp_path: Path) -> None:
         ({"batch_sizes": []}, r"batch_sizes must be at least 1, got \[\]"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
         ({"threads": 0}, "threads must be at least 1, got 0"),
-        ({"temperature": 0.0}, "temperature above 0"),
+        ({"temperature": float("nan")}, "temperature must be above 0"),
+        ({"temperature": 0.0}, "temperature must be above 0"),
     ],
 )
 def test_plans_of_nothing_are_refused(wrong: dict[str, Any], message: str) -> None:
@@ -147,6 +150,19 @@ def test_further_turns_follow_plain_decodings_answers(
     assert answers == [expected[len(PROMPTS[0]) :]]
     assert asked == [[PROMPTS[0], [9, 10], [*expected, 3, 4]]]
     assert report["prompts_left_out"] == 1 and report["settings"][0]["prompts"] == 3
+
+
+def test_no_setting_remembers_what_another_one_read(medusa: MedusaModel, tmp_path: Path) -> None:
+    """A drafter that remembers all texts is as good the second time, on the same prompts."""
+    medusa.target.model.save_pretrained(tmp_path)
+    plan = Plan([Setting("greedy", "float32", ("recycling:4",))], (1, 1), max_new_tokens=NEW)
+    report = benchmark(tmp_path, PROMPTS, plan, progress=False)
+    first, second = (setting["methods"][1] for setting in report["settings"])
+    assert first["tokens_per_step"] == second["tokens_per_step"] > 1.0
+
+
+def test_dtypes_that_are_given_twice_are_one() -> None:
+    assert default_settings(["float32", "float32"]) == default_settings(["float32"])
 
 
 def test_the_machine_is_described() -> None:

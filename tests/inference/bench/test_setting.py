@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from medusa_heads.inference.bench.methods import COMPILED, PLAIN, PROMPT_LOOKUP
 from medusa_heads.inference.bench.prompts import Prompt
 from medusa_heads.inference.bench.setting import Setting
-from medusa_heads.inference.bench.timed_run import Method
+from medusa_heads.inference.bench.timed_run import Method, fastest_threads, run_once
 from medusa_heads.inference.models.medusa import MedusaModel
 from tests.inference.bench.benchmarked import (
     HEADS,
@@ -59,6 +60,23 @@ def test_forwards_are_those_the_engine_counts(medusa: MedusaModel) -> None:
     assert methods[HEADS]["target_forwards"] == sum(steps[1:])  # the first was the warm-up
 
 
+def test_forwards_that_no_hook_sees_are_counted(medusa: MedusaModel) -> None:
+    """As those of a script."""
+    model: Any = medusa.target.model
+    known = medusa.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=NEW, do_sample=False)
+    method = Method(HEADS, lambda *_, **__: known, lambda: medusa.last_stats)
+    assert run_once(method, model, PROMPTS[:1], 0).forwards == medusa.last_stats.forwards > 1
+
+
+def test_threads_are_tried_within_the_targets_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    learned = GPT2LMHeadModel(
+        GPT2Config(vocab_size=24, n_positions=20, n_embd=8, n_layer=1, n_head=1)
+    )
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    assert fastest_threads(learned, range(16), 4) in (1, 2)
+
+
 @pytest.mark.parametrize("name", ["greedy", "sampled"])
 def test_altered_output_is_noticed(medusa: MedusaModel, name: str) -> None:
     """The negative control: one wrong token in one of the prompts."""
@@ -101,7 +119,7 @@ def test_a_row_that_ends_early_is_counted_to_its_end(
     for size in (1, 2):
         methods = run_setting(medusa, methods_of(medusa, PLAIN, HEADS), batch_size=size)
         assert methods[HEADS]["identical"] == 1.0
-        assert methods[HEADS]["tokens"] == methods[PLAIN]["tokens"] < NEW * (2 + size)
+        assert methods[HEADS]["tokens"] == methods[PLAIN]["tokens"] < NEW * (4 - size)
 
 
 def test_the_faster_plain_method_is_the_reference(
@@ -144,9 +162,22 @@ def test_a_compiler_that_fails_is_left_out(medusa: MedusaModel) -> None:
 
 
 def test_categories_are_told_apart(medusa: MedusaModel) -> None:
-    asked = [Prompt(tuple(p), kind) for p, kind in zip(PROMPTS, ("a", "b", "a"), strict=True)]
-    result = result_of(medusa, methods_of(medusa, PLAIN, HEADS), prompts=asked, batch_size=2)
+    def measured(kinds: str, size: int) -> dict[str, Any]:
+        prompts = [*PROMPTS, [*PROMPTS[0], 1]]
+        asked = [Prompt(tuple(p), k.strip()) for p, k in zip(prompts, kinds, strict=True)]
+        return result_of(medusa, methods_of(medusa, PLAIN, HEADS), prompts=asked, batch_size=size)
+
+    result = measured("aba ", 2)
     plain, heads = result["methods"]
-    assert list(heads["by_category"]) == ["a", "b"] and result["prompts"] == 4
-    assert plain["by_category"]["b"]["speedup"] == 1.0
+    assert list(heads["by_category"]) == ["a", "mixed"] and result["prompts"] == 4
+    assert plain["by_category"]["mixed"]["speedup"] == 1.0
     assert heads["by_category"]["a"]["identical"] == 1.0
+
+
+def test_what_has_no_category_is_counted_with_what_is_called_other(medusa: MedusaModel) -> None:
+    kinds = [None, "other", "a"]
+    asked = [Prompt(tuple(p), kind) for p, kind in zip(PROMPTS, kinds, strict=True)]
+    (plain,) = result_of(medusa, methods_of(medusa, PLAIN), prompts=asked)["methods"]
+    assert list(plain["by_category"]) == ["other", "a"]
+    rates = plain["by_category"]["other"]["tokens_per_second"]
+    assert plain["by_category"]["other"]["tokens_per_step"] == 1.0 and rates > 0

@@ -81,6 +81,12 @@ def test_stages_run_once(small: Recipe) -> None:
     second = run(replace(small))
     assert "train and measure reused" in second and "1 of 2: train" not in second
 
+    # Another report in its place is not taken for the demo's own.
+    own = small.report_file.read_text()
+    small.report_file.write_text("{}")
+    assert small.report_key(small.plan()) != json.loads(small.stages_file.read_text())["measure"]
+    small.report_file.write_text(own)
+
     # A report that is not there is made of the heads that are.
     (small.folder / "report.json").unlink()
     third = run(replace(small))
