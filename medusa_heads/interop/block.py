@@ -132,7 +132,7 @@ def read(
     if not isinstance(nested, dict):
         raise ValueError(f"config.json: dflash_config must be an object, got {nested!r}")
     said = (nested, top, layers)
-    _check_kind(source, said)
+    _check_kind(source, said, corrected)
     confidence = [name for name in source.files if name.startswith(_CONFIDENCE)]
     if confidence:
         notices.append(
@@ -185,8 +185,9 @@ def _theirs(ours: str) -> str:
     return _CORRECTION.get(ours, ours.removeprefix("prefix."))
 
 
-def _check_kind(source: Source, said: tuple[Mapping[str, Any], ...]) -> None:
+def _check_kind(source: Source, said: tuple[Mapping[str, Any], ...], corrected: bool) -> None:
     """Raises ValueError, by name: what a block here cannot be."""
+    unscaled = (None, 1)
     unsaid = not one_of_said(said, "layer_types")
     windows = has_windows(said) or (
         unsaid and one_of_said(said, "model_type") == ASSISTANT_TYPE  # whose layers have some
@@ -194,10 +195,18 @@ def _check_kind(source: Source, said: tuple[Mapping[str, Any], ...]) -> None:
     strange = {
         "layers with a window (layer_types)": windows or one_of_said(said, "use_swa"),
         "targets that lie a token further on (shift_label)": one_of_said(said, "shift_label"),
-        "queries that see only what stands before them (causal)": one_of_said(said[:1], "causal"),
+        "queries that see only what stands before them (causal)": one_of_said(said, "causal")
+        or one_of_said(said, "is_causal"),
         "attention sinks": one_of_said(said, "attention_sink_bias", "add_swa_attention_sink_bias"),
         "scaled values (attention_value_scale)": one_of_said(said, "attention_value_scale"),
-        "scaled logits (logit_scale)": one_of_said(said, "logit_scale") not in (None, 1, 1.0),
+        "scaled embeddings (input_embedding_scale)": one_of_said(said, "input_embedding_scale")
+        not in unscaled,
+        "scaled logits (logit_scale)": one_of_said(said, "logit_scale") not in unscaled,
+        # They order a token's logits as before, but for what a correction adds to them.
+        "scaled logits (output_multiplier)": corrected
+        and one_of_said(said, "output_multiplier") not in unscaled,
+        "capped logits (final_logit_softcapping)": corrected
+        and one_of_said(said, "final_logit_softcapping"),
         "positions turned pair by pair (is_neox_style)": one_of_said(said, "is_neox_style")
         is False,
         "a correction with a state (markov_head_type)": one_of_said(said, "markov_head_type")

@@ -89,7 +89,7 @@ def read(
     if not isinstance(nested, dict):
         raise ValueError(f"config.json: eagle_config must be an object, got {nested!r}")
     said = (top, nested)
-    if (kind := layers.get("model_type", "llama")) != "llama":
+    if (kind := layers.get("model_type")) not in (None, "llama"):
         raise ValueError(f"{source.name!r} holds a layer of {kind!r}: heads here hold Llama's")
     if has_windows((layers, top)):
         raise ValueError(
@@ -107,7 +107,15 @@ def read(
     elif "d2t" not in source.files:
         notices.append("it has no vocabulary matrix of its own: the target's is read")
     check_width(source, layers, hidden_size)
-    agree(source, "num_hidden_layers", layers.get("num_hidden_layers"), 1)
+    claimed = layers.get("num_hidden_layers")
+    if layer == "midlayer." and type(claimed) is int and claimed != 1:
+        # The authors' own files may say the target's number, and their code reads none.
+        notices.append(
+            f"config.json says num_hidden_layers: {claimed}, the weights hold 1: taken from the "
+            "weights"
+        )
+    else:
+        agree(source, "num_hidden_layers", claimed, 1)
     config = HeadsConfig(
         kind="eagle3",
         num_heads=steps_said(source, notices),
@@ -130,13 +138,15 @@ def _theirs(ours: str, layer: str) -> str:
 
 def _shape(said: Sequence[Mapping[str, Any]], layers: Mapping[str, Any], rows: int) -> DecoderShape:
     """Of the layer; what is said of its norms may stand in `eagle_config`, as NVIDIA's files have
-    it."""
+    it, whose TensorRT-LLM calls one of them by another name."""
     before = one_of_said(said, "norm_before_residual")
     if before is None:  # speculators' own default differs from that of the files that vLLM reads
         before = "speculators_model_type" in said[0]
     each, together = (one_of_said(said, key) for key in ("fc_norm", "norm_before_fc"))
     norm = "each" if each else "all" if together else "none"
-    behind = one_of_said((*said, layers), "norm_output")
+    everywhere = (*said, layers)
+    behind = one_of_said(everywhere, "norm_output")
+    behind = behind or one_of_said(everywhere, "return_hidden_post_norm")
     ours = {"norm_before_residual": before, "feature_norm": norm, "norm_output": behind or False}
     return DecoderShape.from_dict(shape_said(layers, rows) | ours)
 

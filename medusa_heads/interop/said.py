@@ -17,7 +17,7 @@ def layers_said(source: Source) -> dict[str, Any]:
     said = source.config.get("transformer_layer_config", source.config)
     if not isinstance(said, dict):
         raise ValueError(f"{source.name!r} holds a layer of {said!r}, which is no configuration")
-    if said.get("hidden_act", "silu") != "silu" or said.get("mlp_bias"):
+    if one_of_said((said,), "hidden_act") not in (None, "silu") or said.get("mlp_bias"):
         raise ValueError(
             f"{source.name!r} holds a layer whose MLP has biases or is not of silu: heads here "
             "hold Llama's and Qwen3's"
@@ -37,20 +37,34 @@ def has_windows(said: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def shape_said(said: Mapping[str, Any], query_rows: int) -> dict[str, Any]:
-    """Of a LayerShape, as settings say it; `query_rows` are those of a query matrix. Raises
-    ValueError: positions that are no object."""
+    """Of a LayerShape, as settings say it; `query_rows` are those of a query matrix. What they say
+    to be null is what they do not say. Raises ValueError: positions that are no object, or that
+    differ by layer."""
+    said = {key: value for key, value in said.items() if value is not None}
     heads, rope = said.get("num_attention_heads"), said.get("rope_parameters")
     rope = rope or said.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"config.json: rope_parameters must be an object, got {rope!r}")
-    theta = one_of_said((said,), "rope_theta")
-    rope = {"rope_theta": 10_000.0 if theta is None else theta} | rope
+    if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
+        raise ValueError(
+            f"config.json: rope_parameters say positions of {nested[0]!r} alone, and all layers "
+            "here have the same"
+        )
+    rope = dict(rope)
+    if rope.get("rope_theta") is None:
+        rope["rope_theta"] = said.get("rope_theta", 10_000.0)
+    if "partial_rotary_factor" in said:
+        rope.setdefault("partial_rotary_factor", said["partial_rotary_factor"])
     rope.setdefault("rope_type", rope.pop("type", "default"))
     if rope["rope_type"] == "mrope":  # of text alone its three positions are one
         rope = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
         rope["rope_type"] = "default"
-    if rope["rope_type"] in ("llama3", "yarn") and said.get("max_position_embeddings"):
-        rope.setdefault("original_max_position_embeddings", said["max_position_embeddings"])
+    if rope["rope_type"] in ("llama3", "yarn"):
+        key = "original_max_position_embeddings"
+        if key in said:  # outside of the rope's own it goes before them, as transformers reads it
+            rope[key] = said[key]
+        elif said.get("max_position_embeddings"):
+            rope.setdefault(key, said["max_position_embeddings"])
     width = said.get("head_dim")
     if width is None and isinstance(heads, int) and heads > 0:
         width = query_rows // heads

@@ -97,6 +97,7 @@ def test_a_layer_says_what_theirs_says(
 SAID: dict[str, dict[str, Any]] = {
     "authors": {"norm_output": True},
     "nested": {"eagle_config": {"norm_output": True}},
+    "TensorRT-LLM": {"eagle_config": {"return_hidden_post_norm": True}},
     "speculators": speculators_eagle3(steps=5) | {"norm_output": True},
     "not at all": {},
 }
@@ -206,7 +207,7 @@ ROPE = {
         ({"eagle_aux_hidden_state_layer_ids": [1, 1]}, {}, "in ascending order, counted from 1"),
         ({"eagle_aux_hidden_state_layer_ids": [1]}, {}, r"says .*\[1\], and fc.weight reads 2 lay"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 9]}, {}, "layer 8, and .* has the layers 0 to 1"),
-        ({"num_hidden_layers": 2}, {}, "says num_hidden_layers: 2, and the tensors say 1"),
+        ({"num_hidden_layers": "2"}, {}, "says num_hidden_layers: '2', and the tensors say 1"),
         ({"draft_vocab_size": 9}, {}, "says draft_vocab_size: 9, and the tensors say 30"),
         ({"vocab_size": 150}, {}, "for a vocabulary of 150, and the target's has 199 tokens"),
         ({"vocab_size": True}, {}, r"does not say its target's vocab_size \(it says True\)"),
@@ -224,6 +225,8 @@ ROPE = {
         ),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, {}, "must have original_max_position"),
         ({"rope_scaling": ROPE | {"partial_rotary_factor": 0.5}}, {}, "turn a part of each head"),
+        ({"partial_rotary_factor": 0.5}, {}, "turn a part of each head"),
+        ({"rope_parameters": {"full_attention": ROPE}}, {}, "of 'full_attention' alone"),
         ({"eagle_config": 3}, {}, "eagle_config must be an object, got 3"),
         ({"rope_scaling": {"type": "dynamic"}}, {}, "must name a rope_type among"),
         ({"num_attention_heads": None}, {}, "num_attention_heads must be an integer"),

@@ -12,10 +12,22 @@ from medusa_heads import TargetModel
 from medusa_heads.checkpoint.stored_heads import read_stored
 from medusa_heads.interop.convert import convert_heads
 from tests.conftest import TinyLlama
-from tests.interop.layers import FEW, PLAIN_DFLASH, block, eagle3, eagle3_config, written
+from tests.interop.layers import (
+    FEW,
+    HEADS,
+    MASK,
+    PLAIN_DFLASH,
+    PLAIN_DSPARK,
+    WIDTH,
+    block,
+    eagle3,
+    eagle3_config,
+    written,
+)
 from tests.interop.layouts import D, V, assert_same_bits
 from tests.interop.test_eagle3 import our_logits, their_logits
 
+NESTED = {"mask_token_id": MASK, "target_layer_ids": [0, 1]}
 IDS_1T = torch.randint(V, (1, 12), generator=torch.Generator().manual_seed(1))
 
 
@@ -121,6 +133,17 @@ def test_positions_of_images_are_those_of_text(tmp_path: Path, target: Path) -> 
         ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "a window"),
         ({"architectures": ["DSparkDraftModel"]}, "'dflash', and its config.json is of 'dspark'"),
         ({"shift_label": True}, "targets that lie a token further on"),
+        ({"causal": True}, "that see only what stands before them"),
+        ({"is_causal": True}, "that see only what stands before them"),
+        (
+            {"dflash_config": {**NESTED, "is_causal": True}},
+            "that see only what stands before them",
+        ),
+        (
+            {"dflash_config": {**NESTED, "input_embedding_scale": 62.0}},
+            r"scaled embeddings \(input_embedding_scale\)",
+        ),
+        ({"input_embedding_scale": 0.5}, r"scaled embeddings \(input_embedding_scale\)"),
     ],
     ids=str,
 )
@@ -137,3 +160,60 @@ def test_windows_that_no_layer_has_are_no_windows(tmp_path: Path, target: Path) 
     said = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
     source = written(tmp_path / "theirs", block(corrected=False), PLAIN_DFLASH | said)
     convert_heads(source, tmp_path / "ours", target=str(target))
+
+
+@pytest.mark.parametrize("said", [{"output_multiplier": 0.1}, {"final_logit_softcapping": 30.0}])
+def test_logits_are_scaled_only_where_nothing_is_added_to_them(
+    tmp_path: Path, target: Path, said: dict[str, Any]
+) -> None:
+    source = written(tmp_path / "plain", block(corrected=False), PLAIN_DFLASH | said)
+    convert_heads(source, tmp_path / "1", target=str(target))
+    source = written(tmp_path / "corrected", block(), PLAIN_DSPARK | said)
+    with pytest.raises(ValueError, match=rf"(scaled|capped) logits \({next(iter(said))}\)"):
+        convert_heads(source, tmp_path / "2", target=str(target))
+
+
+def test_embeddings_and_logits_may_be_said_to_be_as_they_are(tmp_path: Path, target: Path) -> None:
+    said = {"input_embedding_scale": 1.0, "output_multiplier": 1, "final_logit_softcapping": None}
+    source = written(tmp_path / "theirs", block(), PLAIN_DSPARK | said | {"is_causal": False})
+    convert_heads(source, tmp_path / "ours", target=str(target))
+
+
+def test_the_authors_files_may_count_the_target_s_layers(tmp_path: Path, target: Path) -> None:
+    """Their code reads no number: there is one layer. Other layouts' files hold their own."""
+    said = eagle3_config(num_hidden_layers=40)
+    source = written(tmp_path / "authors", eagle3(2), said)
+    made = convert_heads(source, tmp_path / "1", target=str(target))
+    assert "says num_hidden_layers: 40, the weights hold 1: taken" in " ".join(made.notices)
+    source = written(tmp_path / "speculators", eagle3(2, "layers.0"), said)
+    with pytest.raises(ValueError, match="says num_hidden_layers: 40, and the tensors say 1"):
+        convert_heads(source, tmp_path / "2", target=str(target))
+
+
+def test_null_is_what_is_not_said(tmp_path: Path, target: Path) -> None:
+    keys = ("num_key_value_heads", "attention_bias", "rms_norm_eps", "hidden_act", "model_type")
+    tensors = eagle3(2)
+    for name in ("k_proj", "v_proj"):
+        tensors[f"midlayer.self_attn.{name}.weight"] = torch.ones(HEADS * WIDTH, 2 * D)
+    unsaid = {key: value for key, value in eagle3_config().items() if key not in keys}
+    shapes = []
+    for number, said in enumerate((unsaid, unsaid | dict.fromkeys(keys))):
+        source = written(tmp_path / f"theirs {number}", tensors, said)
+        made = convert_heads(source, tmp_path / f"ours {number}", target=str(target))
+        shapes.append(made.stored.config.decoder)
+    assert shapes[0] == shapes[1] and shapes[0] is not None
+    assert shapes[0].num_key_value_heads == HEADS
+
+
+def test_the_length_of_before_may_stand_beside_the_positions(tmp_path: Path, target: Path) -> None:
+    said = eagle3_config(
+        rope_scaling={"type": "yarn", "factor": 4.0},
+        original_max_position_embeddings=512,
+        max_position_embeddings=2048,
+    )
+    made = convert_heads(
+        written(tmp_path / "theirs", eagle3(2), said), tmp_path / "ours", target=str(target)
+    )
+    assert made.stored.config.decoder is not None
+    rope = made.stored.config.decoder.rope_parameters
+    assert rope["original_max_position_embeddings"] == 512
