@@ -111,12 +111,21 @@ def assistant(stored: StoredHeads) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def check_assistant(model: Any, config: HeadsConfig) -> None:
     """Raises ValueError: these heads read the target's last layer, before the final norm, and
-    assistants of transformers behind it."""
+    assistants of transformers behind it; or the target's embeddings, which transformers hands to
+    assistants scaled."""
     last = len(decoder_layers(model, "name another target")) - 1
     if last in (config.features or ()):
         raise ValueError(
             f"heads here read the target's last layer ({last}) before the final norm, and "
             "transformers' assistants behind it: train with features of other layers"
+        )
+    embeddings = model.get_input_embeddings()
+    # A model without weights holds no value of a buffer; the number beside it is a plain one.
+    scale = getattr(embeddings, "scalar_embed_scale", getattr(embeddings, "embed_scale", None))
+    if isinstance(scale, Tensor) or scale not in (None, 1):
+        raise ValueError(
+            f"the target ({type(model).__name__}) scales its token embeddings (embed_scale), which "
+            "heads here read unscaled and transformers' assistants scaled: decode with this package"
         )
 
 

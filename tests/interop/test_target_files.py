@@ -1,4 +1,5 @@
-"""Whole models, taken out of ones that have heads in them: what lies beside their weights."""
+"""Whole models, taken out of ones that have heads in them: what lies beside their weights; and
+targets that an engine reads otherwise."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
+from medusa_heads import HeadsConfig, TargetModel, new_heads
+from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.interop.convert import convert_heads
 from medusa_heads.interop.export import export_heads
 from tests.interop import layouts
@@ -82,3 +85,19 @@ def test_modules_that_are_no_names_are_left_out(merged: Path, tmp_path: Path) ->
     convert_heads(merged, tmp_path / "out", extract_target=True, trust_remote_code=True)
     copied = (tmp_path / "out" / "target").rglob("*.py")
     assert {path.name for path in copied} == set(CODE)
+
+
+def test_an_assistant_for_scaled_embeddings_is_refused(tmp_path: Path) -> None:
+    """transformers hands an assistant what the target's module makes of a token, and heads read
+    what lies in it."""
+    config = Gemma3TextConfig(
+        vocab_size=99, hidden_size=64, intermediate_size=32, num_hidden_layers=3, head_dim=8
+    )
+    Gemma3ForCausalLM(config).save_pretrained(tmp_path / "gemma")
+    model = TargetModel.from_pretrained(str(tmp_path / "gemma"))
+    block = HeadsConfig(kind="block", num_heads=2, features=[0, 1])
+    save_heads(tmp_path / "heads", new_heads(model, block), model)
+    gemma = str(tmp_path / "gemma")
+    with pytest.raises(ValueError, match=r"\(Gemma3ForCausalLM\) scales its token embeddings"):
+        export_heads(tmp_path / "heads", tmp_path / "out", "transformers", target=gemma)
+    export_heads(tmp_path / "heads", tmp_path / "out", "dflash", target=gemma)
