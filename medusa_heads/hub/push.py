@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from medusa_heads.checkpoint.files import (
 from medusa_heads.checkpoint.stored_heads import StoredHeads, read_stored, read_vocab_matrix
 from medusa_heads.checkpoint.tensor_file import check_no_notes
 from medusa_heads.contents import SIDECAR_FILE
+from medusa_heads.errors import MedusaWarning
 from medusa_heads.files import expanded, read_json
 from medusa_heads.hub.card import is_generated, make_card
 from medusa_heads.hub.folder import own_file, own_files
@@ -208,8 +210,9 @@ def push(
 ) -> str:
     """Upload in one commit, so that the repository holds the old heads or the new ones, whole;
     returns the address of the commit, or of the pull request. Files of earlier heads that these
-    have not are removed by the same commit; other files of the repository stay. Raises ValueError:
-    the hub cannot be reached or refuses, or the repository holds something else.
+    have not are removed by the same commit; other files of the repository stay, and so does a card
+    that was written there, in place of a generated one: a warning says so. Raises ValueError: the
+    hub cannot be reached or refuses, or the repository holds something else.
 
     Args:
         private: a repository made here is private; one that is public is refused.
@@ -233,9 +236,21 @@ def push(
     there = {sibling.rfilename for sibling in info.siblings or []}
     _check_holds_heads(repo_id, there)
     stale = sorted((set(OWN_FILES) & there) - set(prepared.files))
+    files = dict(prepared.files)
+    if CARD_FILE in there and isinstance(files.get(CARD_FILE), bytes):  # a generated one
+        with in_one_sentence(repo_id, revision, token):
+            card = Path(api.hf_hub_download(repo_id, CARD_FILE, revision=info.sha)).read_bytes()
+        if _is_somebodys(card.decode(errors="replace")):
+            del files[CARD_FILE]
+            warnings.warn(
+                f"{CARD_FILE} of {repo_id!r} was written by hand and stays as it is: remove it "
+                "there to have one generated",
+                MedusaWarning,
+                stacklevel=2,
+            )
     operations: list[CommitOperationAdd | CommitOperationDelete] = [
         CommitOperationAdd(name, what if isinstance(what, bytes) else str(what))
-        for name, what in prepared.files.items()
+        for name, what in files.items()
     ]
     operations += [CommitOperationDelete(name) for name in stale]
     with in_one_sentence(repo_id, revision, token):
@@ -265,6 +280,11 @@ def _repository(
             raise
         api.create_branch(repo_id, branch=revision, exist_ok=True)
         return api.model_info(repo_id, revision=revision)
+
+
+def _is_somebodys(card: str) -> bool:
+    """Whether a card has words, of its metadata alone even, and no `push` has generated them."""
+    return bool(card.strip("- \t\r\n")) and not is_generated(card)
 
 
 def _check_holds_heads(repo_id: str, files: set[str]) -> None:
