@@ -53,6 +53,8 @@ def engines(
 ) -> list[str]:
     """By vLLM and TGI, or why they cannot hold the heads."""
     config, method = stored.config, stored.config.served_as
+    base_model, pinned = (sidecar["target"].get(key) for key in ("name_or_path", "revision"))
+    serve = f"vllm serve {base_model}" + (f" --revision {pinned}" if pinned else "")
     why = None
     if method and not sidecar.get("adapter"):
         try:
@@ -64,7 +66,7 @@ def engines(
                 f"vLLM drafts a chain with them by its own `{method}`, from files that it reads:",
                 f"""```bash
 medusa-heads export {repo_id} heads-{method} --to {method}
-vllm serve {sidecar["target"]["name_or_path"]} --speculative-config '{{"method": "{method}", \
+{serve} --speculative-config '{{"method": "{method}", \
 "model": "heads-{method}", "num_speculative_tokens": {config.num_heads}}}'
 ```""",
             ]
@@ -78,12 +80,11 @@ vllm serve {sidecar["target"]["name_or_path"]} --speculative-config '{{"method":
         why = "they belong to the target with its adapter, which would have to be merged first"
     if why:
         return [f"vLLM and TGI cannot hold these heads: {why}."]
-    base_model = sidecar["target"]["name_or_path"]
     plugin = [
         "vLLM 0.33, which has no Medusa of its own, drafts with them by this package's plugin:",
         f"""```bash
 medusa-heads pull {repo_id} heads
-vllm serve {base_model} --speculative-config '{{"method": "custom_class", \
+{serve} --speculative-config '{{"method": "custom_class", \
 "num_speculative_tokens": {config.num_heads}, \
 "model": "medusa_heads.inference.serving.vllm.MedusaProposer"}}' \
 --additional-config '{{"medusa_heads": "heads"}}'
@@ -115,7 +116,7 @@ vllm serve {base_model} --speculative-config '{{"method": "custom_class", \
         "vLLM 0.32 (the last release with Medusa) drafts a chain with them, no tree"
         + (":" if as_it_is else ". It wants the target's vocabulary matrix beside them:"),
         f"""```bash
-{export}vllm serve {base_model} --speculative-config '{{"method": "medusa", \
+{export}{serve} --speculative-config '{{"method": "medusa", \
 "model": "{repo_id if as_it_is else "heads-vllm"}", "num_speculative_tokens": {config.num_heads}}}'
 ```""",
         *plugin,

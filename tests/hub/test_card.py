@@ -207,6 +207,19 @@ def test_eagle3_heads_say_how_vllm_reads_them(target: TargetModel, tmp_path: Pat
     )
 
 
+@pytest.mark.parametrize("pinned", [None, "v1.0"])
+@pytest.mark.parametrize("config", [{}, {"vocab_matrix": "own"}, {"kind": "eagle3"}], ids=str)
+def test_engines_serve_the_revision_that_the_heads_know(
+    target: TargetModel, tmp_path: Path, config: dict[str, Any], pinned: str | None
+) -> None:
+    heads = new_heads(target, HeadsConfig(num_heads=2, **config))
+    base_model = "alice/target" + (f"@{pinned}" if pinned else "")
+    card = card_of(save_heads(tmp_path, heads, target), base_model=base_model)
+    serve = "vllm serve alice/target"
+    pinning = f"{serve} --revision {pinned} --speculative-config"
+    assert card.count(serve) == card.count(pinning if pinned else f"{serve} --spec") >= 1
+
+
 @pytest.mark.parametrize(("rank", "method"), [(4, "dspark"), (None, "dflash")])
 def test_blocks_say_how_vllm_reads_them(
     target: TargetModel, tmp_path: Path, rank: int | None, method: str
