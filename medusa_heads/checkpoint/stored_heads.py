@@ -207,10 +207,17 @@ def are_ascending(tokens_V: Tensor, vocab_size: int) -> bool:
 
 def expected_shapes(config: HeadsConfig, *, vocab_bias: bool = False) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of such heads, with the target's sizes filled in; own
-    vocabulary matrices may have a bias each, as the target's lm_head has. No memory is taken."""
-    with torch.device("meta"):
-        heads = KINDS[config.kind](config)
-        heads.set_vocab_bias(vocab_bias)
+    vocabulary matrices may have a bias each, as the target's lm_head has. No memory is taken.
+    Raises ValueError: one would be larger than torch can count."""
+    try:
+        with torch.device("meta"):
+            heads = KINDS[config.kind](config)
+            heads.set_vocab_bias(vocab_bias)
+    except RuntimeError as error:
+        raise ValueError(
+            f"sizes such as hidden_size {config.hidden_size} make tensors that no machine holds: "
+            "the configuration is damaged"
+        ) from error
     return {name: tuple(tensor.shape) for name, tensor in heads.state_dict().items()}
 
 
@@ -218,15 +225,20 @@ def _check_shapes(
     got: Mapping[str, Tensor], config: HeadsConfig, path: str | os.PathLike[str]
 ) -> None:
     unlike = f"{path} does not hold the heads its configuration describes: "
-    # A damaged configuration may ask for millions of heads, each of which is built below.
+    # A damaged configuration may ask for millions of heads, or norms, each of which is built below.
     built = 1 if KINDS[config.kind].one_module else config.num_heads
-    if max(built * config.num_blocks, config.num_layers) > len(got):
+    normed = config.kind == "eagle3" and getattr(config.decoder, "feature_norm", "each") == "each"
+    read = len(config.features or ())
+    if max(built * config.num_blocks, config.num_layers, normed * read) > len(got):
         raise ValueError(
-            f"{unlike}expected {config.num_heads} heads of {config.num_layers} layers, found "
-            f"{len(got)} tensors"
+            f"{unlike}expected {config.num_heads} heads of {config.num_layers} layers that read "
+            f"{read} features, found {len(got)} tensors"
         )
     bias = config.vocab_matrix == "own" and config.vocab_bias in got
-    expected = expected_shapes(config, vocab_bias=bias)
+    try:
+        expected = expected_shapes(config, vocab_bias=bias)
+    except ValueError as error:
+        raise ValueError(f"{unlike}{error}") from error
     missing, surplus = sorted(set(expected) - set(got)), sorted(set(got) - set(expected))
     if missing or surplus:
         raise ValueError(f"{unlike}missing {missing[:3]}, unexpected {surplus[:3]}")

@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from medusa_heads.checkpoint.checkpoint import load_heads, save_heads
-from medusa_heads.checkpoint.stored_heads import SIDECAR_FILE, WEIGHTS_FILE
+from medusa_heads.checkpoint.stored_heads import SIDECAR_FILE, WEIGHTS_FILE, read_stored
 from medusa_heads.checkpoint.tensor_file import mapped_tensors
 from medusa_heads.config import HeadsConfig
 from medusa_heads.contents import DRAFT_FILE
+from medusa_heads.decoder_shape import DecoderShape
 from medusa_heads.heads import DraftHeads, new_heads
 from medusa_heads.inference.models.medusa import MedusaModel
 from medusa_heads.interop.source import open_source
@@ -48,6 +49,28 @@ def test_sizes_beyond_reason(tiny_llama: TinyLlama, tmp_path: Path, size: str, v
     (tmp_path / SIDECAR_FILE).write_text(json.dumps(sidecar))
     with pytest.raises(ValueError, match=f"{size} must be at most 100000000, got {value}$"):
         load_heads(tmp_path, target)
+
+
+@pytest.mark.parametrize(
+    ("norm", "features", "message"),
+    [
+        ("none", 10**4, "hidden_size 100000000 make tensors that no machine holds"),
+        ("each", 10**6, "that read 1000000 features, found [0-9]+ tensors"),
+    ],
+)
+def test_sizes_whose_product_no_number_holds(
+    tiny_llama: TinyLlama, tmp_path: Path, norm: str, features: int, message: str
+) -> None:
+    target = TargetModel(tiny_llama())
+    shape = DecoderShape.of_width(64)
+    config = HeadsConfig(kind="eagle3", features=[0, 1], decoder=shape)
+    save_heads(tmp_path, new_heads(target, config), target)
+    sidecar = json.loads((tmp_path / SIDECAR_FILE).read_text())
+    sidecar["heads"] |= {"hidden_size": 10**8, "features": list(range(features))}
+    sidecar["heads"]["decoder"]["feature_norm"] = norm
+    (tmp_path / SIDECAR_FILE).write_text(json.dumps(sidecar))
+    with pytest.raises(ValueError, match=message):
+        read_stored(tmp_path)
 
 
 @pytest.mark.parametrize("beside", [None, DRAFT_FILE])
