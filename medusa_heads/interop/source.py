@@ -6,7 +6,11 @@ mapped: of a tensor nothing is read but what is looked at.
 
 from __future__ import annotations
 
-import zipfile
+import contextlib
+import io
+import mmap
+import pickletools
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,14 @@ MODEL_FILES = (
     "model.safetensors",
     "pytorch_model.bin.index.json",
     "pytorch_model.bin",
+)
+# What the pickle of a state_dict names. Of the others that `weights_only` lets by, some take memory
+# by a number, or make a long list of a short one.
+_NAMED_BY_WEIGHTS = re.compile(
+    r"collections OrderedDict|torch ([a-z]\w*|Size)|torch(\.cuda|\.storage)? \w+Storage"
+    r"|torch\.serialization _get_layout|torch\.nn\.parameter Parameter"
+    r"|torch\._utils _rebuild_(tensor|tensor_v[23]|parameter|parameter_with_state)"
+    r"|torch\._utils _rebuild_(sparse_tensor|nested_tensor|meta_tensor_no_storage)"
 )
 FLOATS, IDS = ["bfloat16", "float16", "float32"], ["int64"]
 
@@ -140,8 +152,9 @@ class Source:
         tensor = content[name]
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
             raise ValueError(f"{path}: {name} is no plain tensor: heads are not stored so")
-        # A view may claim any size over a few bytes of storage.
-        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        # A view may claim any size over a few bytes of storage, and an old pickle any storage.
+        held = min(tensor.untyped_storage().nbytes(), path.stat().st_size)
+        if tensor.numel() * tensor.element_size() > held:
             raise ValueError(
                 f"{path}: {name} claims more values than the file holds: it is damaged"
             )
@@ -202,10 +215,9 @@ def _mapped(path: Path) -> Mapping[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
+        zipped = _check_pickles(path)
         # `weights_only` runs none of the code that a pickle may carry.
-        content = torch.load(
-            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-        )
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:  # of what may go wrong in a pickle there is no list
         raise ValueError(f"{path} cannot be read ({why_unreadable(path, error)})") from error
     if not isinstance(content, Mapping) or not all(
@@ -213,3 +225,21 @@ def _mapped(path: Path) -> Mapping[str, Tensor]:
     ):
         raise ValueError(f"{path} holds other things than tensors by name: no heads' weights")
     return content
+
+
+def _check_pickles(path: Path) -> bool:
+    """Whether the pickle is one within a zip file, as torch tells them apart. Its operations are
+    read, and none is done. Raises ValueError: it names what no weights need."""
+    names: list[str] = []
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
+        zipped = whole[:4] == b"PK\x03\x04"
+        stream: Any = whole
+        if zipped:
+            stream = io.BytesIO(torch._C.PyTorchFileReader(str(path)).get_record("data.pkl"))
+        with contextlib.suppress(Exception):  # of what is no pickle torch.load says so
+            for _ in range(1 if zipped else 5):  # one after another, as torch once wrote them
+                for operation, name, _ in pickletools.genops(stream):
+                    names += [str(name)] if operation.name == "GLOBAL" else []
+    if strange := [name for name in names if not _NAMED_BY_WEIGHTS.fullmatch(name)]:
+        raise ValueError(f"its pickle asks for {strange[0][:80]!r}, which weights do not need")
+    return zipped

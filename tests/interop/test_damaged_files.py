@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
+import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -106,3 +108,54 @@ def test_configurations_of_models_with_heads(tmp_path: Path, target: Path, key: 
         out = tmp_path / str(number)
         if attempt(source, out):
             layouts.assert_same_bits(read_stored(out).tensors, planted)
+
+
+BYTES = b"\x80\x02c__builtin__\nbytearray\nM\xe8\x03\x85R."  # bytearray(1000)
+
+
+def zipped(path: Path) -> None:
+    """A file of torch's whose pickle is another one."""
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for name, data in parts.items():
+            archive.writestr(name, BYTES if name.endswith("data.pkl") else data)
+
+
+def in_a_row(path: Path) -> None:
+    """The same as torch wrote it once."""
+    magic = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)
+    path.write_bytes(magic + pickle.dumps(1001, protocol=2) + pickle.dumps({}, protocol=2) + BYTES)
+
+
+@pytest.mark.parametrize("way", [zipped, in_a_row])
+def test_a_pickle_that_takes_memory_by_a_number(
+    tmp_path: Path, way: Callable[[Path], None]
+) -> None:
+    source = LAYOUTS["pickle"](tmp_path / "source")
+    way(source / "medusa_lm_head.pt")
+    with pytest.raises(ValueError, match="its pickle asks for '__builtin__ bytearray', which weig"):
+        convert_heads(source, tmp_path / "out")
+
+
+def test_old_pickles_of_weights_are_read(tmp_path: Path) -> None:
+    tensors = native_tensors(2)
+    source = layouts.fasterdecoding_pt(tmp_path / "source", tensors)
+    parameters = {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()}
+    for number, old in enumerate((True, False)):
+        file = source / "medusa_lm_head.pt"
+        torch.save(parameters, file, _use_new_zipfile_serialization=not old)
+        made = convert_heads(source, tmp_path / f"out{number}")
+        layouts.assert_same_bits(read_stored(made.folder).tensors, tensors)
+
+
+def test_an_old_pickle_claims_a_storage_that_it_has_not(tmp_path: Path) -> None:
+    source = layouts.fasterdecoding_pt(tmp_path / "source", native_tensors(1))
+    file = source / "medusa_lm_head.pt"
+    tensors = {"0.0.linear.weight": torch.zeros(D, D), "0.0.linear.bias": torch.zeros(D)}
+    torch.save(tensors, file, _use_new_zipfile_serialization=False)
+    pickled = file.read_bytes()
+    keys = pickled.rindex(b"\x80\x02]")  # of the storages that follow
+    file.write_bytes(pickled[:keys] + pickle.dumps([], protocol=2))
+    with pytest.raises(ValueError, match="claims more values than the file holds"):
+        convert_heads(source, tmp_path / "out")
