@@ -34,6 +34,17 @@ BESIDE = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "chat_template.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tokenizer.model.v3",
+    "tekken.json",
+    "tiktoken.model",
+    "qwen.tiktoken",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
 )
 
 

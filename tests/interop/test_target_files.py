@@ -63,6 +63,18 @@ def test_code_of_its_own_goes_with_a_model(merged: Path, tmp_path: Path) -> None
     assert {path.name for path in whole.folder.glob("*.py")} == set(CODE)
 
 
+def test_vocabularies_and_processors_of_all_kinds_go_with_a_model(
+    merged: Path, tmp_path: Path
+) -> None:
+    known = ("vocab.txt", "tekken.json", "spiece.model", "qwen.tiktoken", "processor_config.json")
+    for name in (*known, "training_args.bin"):
+        (merged / name).write_text(name)
+    convert_heads(merged, tmp_path / "out", extract_target=True, trust_remote_code=True)
+    alone = tmp_path / "out" / "target"
+    assert [(alone / name).read_text() for name in known] == list(known)
+    assert not (alone / "training_args.bin").exists()
+
+
 def test_code_from_outside_the_folder_is_not_copied(merged: Path, tmp_path: Path) -> None:
     (tmp_path / "private.py").write_text("")
     (merged / "sizes_my.py").unlink()
