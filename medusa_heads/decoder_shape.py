@@ -116,6 +116,11 @@ class LayerShape:
         """The layers' configuration as transformers takes it, of the class `of_layer`."""
         said = {part.name: getattr(self, part.name) for part in fields(LayerShape)}
         said |= {"rope_parameters": dict(self.rope_parameters)}
+        factor, first = (self.rope_parameters.get(name) for name in ("factor", _LONGEST))
+        if factor and first:
+            # transformers computes nothing by it then, and warns of a length that contradicts them.
+            longest = round(min(factor, MOST) * min(first, MOST))
+            said["max_position_embeddings"] = longest
         config = of_layer(hidden_size=hidden_size, num_hidden_layers=num_layers, **said)
         config._attn_implementation = "sdpa"
         return config
