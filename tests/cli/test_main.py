@@ -27,6 +27,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"medusa-heads {metadata.version('medusa-heads')}\n"
 
 
+def test_the_package_is_the_command() -> None:
+    """Where the folder of commands is not on the PATH."""
+    command = [sys.executable, "-m", "medusa_heads", "--version"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert shown == f"medusa-heads {metadata.version('medusa-heads')}\n"
+
+
 def test_an_unknown_verb_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["benchmrk", "x"]) == 2
     shown = capsys.readouterr()
