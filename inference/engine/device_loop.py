@@ -34,7 +34,7 @@ from medusa_heads.machine.recording import Recording, standing
 from medusa_heads.target.graphs.captured import CapturedTarget
 from medusa_heads.target.graphs.compiled import CompiledTarget
 from medusa_heads.target.graphs.static_cache import StaticRecurrentCache, StaticRowCache
-from medusa_heads.target.recurrent import time_steps_of_one_token
+from medusa_heads.target.scans import time_steps_of_one_token
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.dynamic_tree import likeliest
 

@@ -26,7 +26,8 @@ from torch import Tensor
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.target.cache import RowCache
-from medusa_heads.target.recurrent import RecurrentCache, time_steps_of_one_token
+from medusa_heads.target.recurrent import RecurrentCache
+from medusa_heads.target.scans import time_steps_of_one_token
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree, chain_shape
 

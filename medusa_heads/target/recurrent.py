@@ -8,13 +8,11 @@ again (inference/engine/recurrent.py). The copy is of one size, however long the
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
 from medusa_heads.target.cache import RowCache, RowLayer
@@ -273,25 +271,3 @@ def _other_states() -> ValueError:
 def _copy(to: list[Tensor], states: list[Tensor]) -> None:
     if states:
         torch._foreach_copy_(to, states)
-
-
-# Looked for once: a large model has thousands of modules, and a step little time.
-_limited: weakref.WeakKeyDictionary[nn.Module, list[nn.Module]] = weakref.WeakKeyDictionary()
-
-
-@contextmanager
-def time_steps_of_one_token(model: nn.Module) -> Iterator[None]:
-    """Within the block, layers of Mamba 2 take the time steps of several tokens as they take those
-    of one: without the limits that transformers sets for several tokens alone, which would make
-    another text of them than one token at a time."""
-    if model not in _limited:
-        _limited[model] = [each for each in model.modules() if hasattr(each, "time_step_limit")]
-    limited = _limited[model]
-    limits = [module.time_step_limit for module in limited]
-    try:
-        for module in limited:
-            module.time_step_limit = (0.0, float("inf"))  # type: ignore[assignment]
-        yield
-    finally:
-        for module, limit in zip(limited, limits, strict=True):
-            module.time_step_limit = limit

@@ -1,8 +1,10 @@
-"""Layers of Mamba 1 go on from the state they are in, however many tokens they read.
+"""Layers of Mamba go on from the state they are in, however many tokens they read, as they go on by
+one token at a time.
 
-Transformers reads one token from the state, but begins every scan over several of them anew. Within
-`scans_go_on` a scan takes its tokens one after the other, each with the function that reads one;
-what surrounds the scan, and the weights with it, is still read once for all tokens.
+Of Mamba 1 transformers reads one token from the state, but begins every scan over several of them
+anew. Within `scans_go_on` a scan takes its tokens one after the other, each with the function that
+reads one; what surrounds the scan, and the weights with it, is still read once for all tokens. Of
+Mamba 2 it limits the time steps of several tokens alone.
 
 Shapes: B rows, T tokens, I channels, S numbers of state a channel.
 """
@@ -15,7 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import cycle
-from typing import Any
+from threading import Lock
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -92,3 +95,53 @@ def _going_on(scan: Callable[..., Any], read_one: Callable[..., Tensor]) -> Call
 
     go_on.goes_on = True  # type: ignore[attr-defined]
     return go_on
+
+
+class _Unlimited:
+    """The layers of one model whose time steps transformers limits, and what their limits were."""
+
+    # Looked for once: a large model has thousands of modules, and a step little time.
+    _known: ClassVar[weakref.WeakKeyDictionary[nn.Module, _Unlimited]] = weakref.WeakKeyDictionary()
+    lock: ClassVar[Lock] = Lock()  # threads may decode with one model
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules: list[Any] = [m for m in model.modules() if hasattr(m, "time_step_limit")]
+        self._limits: list[Any] = []
+        self._users = 0
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Unlimited:
+        """What is known of this model."""
+        if model not in cls._known:
+            cls._known[model] = cls(model)
+        return cls._known[model]
+
+    def enter(self) -> None:
+        """One more block has begun; the first takes the limits away."""
+        if not self._users:
+            self._limits = [module.time_step_limit for module in self._modules]
+            for module in self._modules:
+                module.time_step_limit = (0.0, float("inf"))
+        self._users += 1
+
+    def leave(self) -> None:
+        """One block fewer; the last puts the limits back."""
+        self._users -= 1
+        if not self._users:
+            for module, limit in zip(self._modules, self._limits, strict=True):
+                module.time_step_limit = limit
+
+
+@contextmanager
+def time_steps_of_one_token(model: nn.Module) -> Iterator[None]:
+    """Within the block, layers of Mamba 2 take the time steps of several tokens as they take those
+    of one: without the limits that transformers sets for several tokens alone, which would make
+    another text of them than one token at a time. Blocks of several threads may overlap."""
+    with _Unlimited.lock:
+        unlimited = _Unlimited.of(model)
+        unlimited.enter()
+    try:
+        yield
+    finally:
+        with _Unlimited.lock:
+            unlimited.leave()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from medusa_heads.target.cache import RowCache
@@ -14,8 +14,8 @@ from medusa_heads.target.recurrent import (
     RecurrentCache,
     StateAndRowLayer,
     StateLayer,
-    time_steps_of_one_token,
 )
+from medusa_heads.target.scans import time_steps_of_one_token
 from medusa_heads.target.target import TargetModel
 from scripts.prove.tiny_models import builder
 from tests.conftest import TinyLlama
@@ -87,6 +87,21 @@ def test_limits_of_time_steps_are_back_behind_the_block() -> None:
         assert {module.time_step_limit for module in limited} == {(0.0, float("inf"))}
         raise KeyError
     assert [module.time_step_limit for module in limited] == before
+
+
+def test_limits_of_time_steps_are_back_behind_the_last_of_blocks_that_overlap() -> None:
+    """As the blocks of two threads do, of which each has read the limits at another time."""
+    model, layer = nn.Module(), nn.Module()
+    limit = (0.001, 0.1)
+    model.layer = layer
+    layer.time_step_limit = limit  # type: ignore[assignment]
+    first, second = time_steps_of_one_token(model), time_steps_of_one_token(model)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert layer.time_step_limit == (0.0, float("inf"))
+    second.__exit__(None, None, None)
+    assert layer.time_step_limit == limit
 
 
 @pytest.mark.parametrize("kind", KINDS)
