@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,4 +45,18 @@ class GoingOnTrainer(TaughtTrainer):
     def _losses_of_known_text(self) -> Tensor:
         count = min(self.args.per_device_train_batch_size, len(self._known_rows))
         batch: Any = self.data_collator(list(self._known_rows.select(range(count))))
-        return torch.stack(self._plain_and_own_loss(self._prepare_inputs(batch)))
+        with _evaluated(self.model):
+            return torch.stack(self._plain_and_own_loss(self._prepare_inputs(batch)))
+
+
+@contextmanager
+def _evaluated(model: Any) -> Iterator[None]:
+    """Within the block the model drops nothing out, as what dropout adds to a loss is no harm that
+    training did; afterwards every module is in the mode in which it was."""
+    before = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in before.items():
+            module.training = mode

@@ -1,9 +1,12 @@
 """Where a draft model begins, and what is written of it."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -12,6 +15,7 @@ from medusa_heads.target.target import TargetModel
 from medusa_heads.training.runs.pruned_target import begin_draft, draft_shape, spread
 from scripts.prove.tiny_configs import tiny_config
 from tests.killed import dies
+from tests.training.runs.test_draft_trainer import trainer_of
 
 
 def test_layers_are_taken_evenly() -> None:
@@ -138,3 +142,18 @@ def test_another_vocabulary_is_refused(target: TargetModel, tmp_path: Path) -> N
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="a vocabulary of 50 tokens, the target one of 61"):
         begin_draft(target, draft_model=str(tmp_path))
+
+
+def test_what_dropout_adds_to_a_loss_is_no_harm_that_training_did(
+    target: TargetModel, make_rows: Callable[..., Dataset], tmp_path: Path
+) -> None:
+    """What a run compares with its beginning is measured without it, in the middle of training."""
+    trainer = trainer_of(target, make_rows(4), tmp_path)
+    draft: Any = trainer.draft.model.eval()
+    draft.model.layers[0].self_attn.attention_dropout = 0.9
+    beginning = trainer._losses_of_known_text()
+    draft.train()
+    draft.lm_head.eval()
+    modes = [module.training for module in draft.modules()]
+    assert torch.equal(trainer._losses_of_known_text(), beginning)
+    assert [module.training for module in draft.modules()] == modes
