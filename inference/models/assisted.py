@@ -20,7 +20,6 @@ from medusa_heads.inference.engine.running import RunningBatch
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.inference.models.compiling import (
     Compile,
-    TextLock,
     Views,
     check_compile,
     check_one_device,
@@ -32,6 +31,7 @@ from medusa_heads.inference.models.late_compiling import LateCompiling
 from medusa_heads.inference.models.stop_strings import with_stop_strings
 from medusa_heads.target.graphs.captured import CapturedTarget, as_it_is
 from medusa_heads.target.graphs.compiled import CompiledTarget
+from medusa_heads.target.graphs.text_lock import TextLock
 from medusa_heads.target.target import TargetModel
 
 if TYPE_CHECKING:  # heavy to import

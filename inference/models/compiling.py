@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Lock
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -23,22 +22,6 @@ Compile: TypeAlias = bool | Literal["auto", "steps", "capture", "kernels"]
 
 _WORDS = (None, False, True, "auto", "steps", "capture", "kernels")
 _RECORDED = ("capture", "kernels")
-
-
-class TextLock:
-    """Held while a text is decoded; a copy of a decoder has one of its own."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-    def __reduce__(self) -> tuple[type[TextLock], tuple[()]]:
-        return TextLock, ()
 
 
 def check_compile(compile: Compile | None, deterministic: bool = False) -> None:

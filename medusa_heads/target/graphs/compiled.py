@@ -13,7 +13,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -33,6 +32,7 @@ from medusa_heads.target.graphs.static_cache import (
     explicit_inputs,
     given_to,
 )
+from medusa_heads.target.graphs.text_lock import TextLock
 from medusa_heads.target.recurrent import is_recurrent
 from medusa_heads.target.scans import has_scans
 from medusa_heads.target.target import TargetModel
@@ -78,7 +78,7 @@ class CompiledTarget(TargetModel):
         self._caches: dict[tuple[Any, ...], StaticRowCache] = {}
         self._compared: set[tuple[int | None, ...]] = set()  # graphs: rows, tokens, capacity
         self._captured = self._captured_kind()
-        self.lock = RLock()  # of whoever decodes: one text at a time has its cache
+        self.lock = TextLock()  # of whoever decodes: one text at a time has its cache
         # Within a text, what has been read before: through which graphs.
         self._calls: dict[Any, Callable[[list[Tensor]], list[Tensor]]] | None = None
         for hook in self._hooks() if self._hooked else ():

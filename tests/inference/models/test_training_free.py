@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, LogitsProcessor, LogitsProcessorList
 
 from medusa_heads import TargetModel
 from medusa_heads.inference.adapt.clock import Clock
@@ -168,6 +169,38 @@ def test_a_copy_is_a_decoder_of_its_own(model: Any, drafter: str) -> None:
     assert torch.equal(got_BT, expected_BT)
     assert copied.target.model is not model
     assert torch.equal(torch.as_tensor(decoder.generate(**given)), expected_BT)
+
+
+class LooksAhead(LogitsProcessor):
+    """Asks a decoder what comes next, in the middle of that decoder's own text."""
+
+    def __init__(self, decoder: TrainingFreeModel) -> None:
+        self.decoder = decoder
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.decoder.generate(input_ids, max_new_tokens=2, do_sample=False)
+        return scores
+
+    def __deepcopy__(self, memo: Any) -> LooksAhead:
+        return self  # and of the same decoder
+
+
+@pytest.mark.parametrize("word", [False, "steps"])
+def test_a_decoder_is_not_called_within_its_own_text(model: Any, untraced: None, word: Any) -> None:
+    decoder = TrainingFreeModel(model, "recycling:4", compile=word, compile_backend="eager")
+    given: dict[str, Any] = {**padded((0,), 11), "do_sample": False, "max_new_tokens": 9}
+    faults: list[str] = []
+
+    def call() -> None:
+        with pytest.raises(ValueError, match=r"call the target's own generate\(\) there") as fault:
+            decoder.generate(**given, logits_processor=LogitsProcessorList([LooksAhead(decoder)]))
+        faults.append(str(fault.value))
+
+    thread = threading.Thread(target=call, daemon=True)  # which may wait for ever
+    thread.start()
+    thread.join(timeout=120)
+    assert faults
+    assert torch.equal(torch.as_tensor(decoder.generate(**given)), reference(model, **given))
 
 
 @pytest.mark.parametrize("word", [True, "steps"])
