@@ -14,18 +14,21 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from medusa_heads.cache_names import CACHE_NAMES, take_cache
 from medusa_heads.inference.acceptance import SampleThenMatch, make_rule
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.capability import capability, check_batch
+from medusa_heads.inference.engine.given.arguments import (
+    left_padding,
+    on_device,
+    refuse_unsupported,
+)
+from medusa_heads.inference.engine.given.cache import own_cache
 from medusa_heads.inference.engine.noise import Noise, Rng
 from medusa_heads.inference.engine.recurrent import decoding_state
 from medusa_heads.inference.engine.rows import Row, ScoreRecorder, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
-from medusa_heads.target.cache import RowCache
 from medusa_heads.target.positions import position_rule
-from medusa_heads.target.recurrent import refuse_states_alone
 from medusa_heads.target.scans import scans_go_on
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree
@@ -51,6 +54,7 @@ class Beginning:
         ends: the tokens that end a text; None where other things do.
         slots: that the text may come to need in the cache.
         recorder: of scores and logits, where they were asked for.
+        given: the caller's own cache, to be filled at the end.
     """
 
     def __init__(
@@ -72,11 +76,10 @@ class Beginning:
     ) -> None:
         config = generation_config
         model: Any = target.model
-        _refuse_unsupported(config, model.generation_config, model_kwargs)
+        refuse_unsupported(config, model.generation_config, model_kwargs)
         model_kwargs["use_cache"] = True
-        input_ids_BT = _on_device(input_ids_BT, model_kwargs, target.device)
-        padding = _left_padding(input_ids_BT, model_kwargs.get("attention_mask"))
-        _check_positions(model_kwargs.get("position_ids"), padding)
+        input_ids_BT = on_device(input_ids_BT, model_kwargs, target.device)
+        padding = left_padding(input_ids_BT, config, model_kwargs)
         trusted = capability(target)
         check_batch(target, padding)
         batch = input_ids_BT.shape[0]
@@ -97,7 +100,7 @@ class Beginning:
         self.slots = int(config.max_length or 0) + drafter.num_nodes
         if trusted == "recurrent":  # which reads tokens again behind the longest row
             self.slots += drafter.num_nodes + drafter.most_again(among)
-        cache = _own_cache(target, model_kwargs, batch, self.slots)
+        cache, self.given = own_cache(target, model_kwargs, input_ids_BT, self.slots)
         self.state = decoding_state(
             rows, cache, padding, config.max_length, keeps_fresh=drafter.reads_prompt
         )
@@ -207,94 +210,3 @@ def _recorder(config: GenerationConfig, batch: int, acceptance: str) -> ScoreRec
             "commits unequal numbers of tokens to the rows of a batch"
         )
     return ScoreRecorder(bool(config.output_scores))
-
-
-def _own_cache(target: TargetModel, kwargs: dict[str, Any], batch: int, slots: int) -> RowCache:
-    given = take_cache(kwargs)
-    cache = target.new_cache(batch, slots)
-    # One without rows does not say how much it has read.
-    if type(given) is type(cache) and cache.fixed_capacity is None and cache.row_layers:
-        cache = given
-        cache.announce(slots)
-    elif given is not None:
-        refuse_states_alone(given)
-        cache.take_over(given)
-    kwargs[target.cache_argument] = cache
-    return cache
-
-
-_READ_HERE = (
-    *("attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep"),
-    *(*CACHE_NAMES, "output_attentions", "output_hidden_states"),
-)
-_GIVEN_AS = {"mm_encoder_outputs": "pixel_values and what else makes images or videos"}
-
-
-def _refuse_unsupported(
-    config: GenerationConfig, own: GenerationConfig, model_kwargs: dict[str, Any]
-) -> None:
-    """Refuse by name what would otherwise be ignored in silence."""
-    refusals = {
-        "num_beams > 1": (config.num_beams or 1) > 1,
-        # Training turns it off, and fine-tuned models are saved so.
-        "use_cache=False": config.use_cache is False and own.use_cache is not False,
-        "output_attentions=True": bool(config.output_attentions),
-        "output_hidden_states=True": bool(config.output_hidden_states),
-        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
-        f"cache_implementation={config.cache_implementation!r}": config.cache_implementation
-        not in (None, "dynamic", "dynamic_full"),
-        "assistant_early_exit": config.assistant_early_exit is not None,
-        "use_mtp=True": bool(getattr(config, "use_mtp", False)),
-        "penalty_alpha": getattr(config, "penalty_alpha", None) is not None,
-        "dola_layers": getattr(config, "dola_layers", None) is not None,
-    }
-    refused = [name for name, asked in refusals.items() if asked]
-    # What the model would read in every forward, but is not handed on with a tree.
-    for name, value in model_kwargs.items():
-        # Of text alone, generate() itself gives multimodal models no images, in an empty dict.
-        unsaid = value is None or value is False or (isinstance(value, Mapping) and not value)
-        if name not in _READ_HERE and not unsaid:
-            refused.append(_GIVEN_AS.get(name, name))
-    if refused:
-        raise ValueError(
-            f"tree decoding does not support {', '.join(refused)}: leave it out, or call the "
-            "target's own generate()"
-        )
-
-
-def _on_device(input_ids_BT: Tensor, model_kwargs: dict[str, Any], device: torch.device) -> Tensor:
-    """What generate() was given, where the target is: transformers only warns of another place."""
-    if device.type == "meta":  # until a forward fetches its weights
-        return input_ids_BT
-    for name in _READ_HERE:
-        if isinstance(given := model_kwargs.get(name), Tensor):
-            model_kwargs[name] = given.to(device)
-    return input_ids_BT.to(device)
-
-
-def _left_padding(input_ids_BT: Tensor, attention_mask_BT: Tensor | None) -> list[int]:
-    """Padded slots at the left of each row."""
-    if attention_mask_BT is None:
-        return [0] * input_ids_BT.shape[0]
-    mask_BT = attention_mask_BT.bool()
-    padding_B = (~mask_BT).sum(dim=1)
-    if (mask_BT[:, 1:] < mask_BT[:, :-1]).any() or (padding_B == mask_BT.shape[1]).any():
-        raise ValueError(
-            "attention_mask must be 0 only on the left of a row: pad with padding_side='left'"
-        )
-    return padding_B.tolist()
-
-
-def _check_positions(position_ids_BT: Tensor | None, padding: list[int]) -> None:
-    """Positions that generate() makes itself pass; others would be forgotten after the prompt. Of
-    images it makes several for each token, [.., B, T], which are one in text alone."""
-    if position_ids_BT is None:
-        return
-    positions_T = torch.arange(position_ids_BT.shape[-1], device=position_ids_BT.device)
-    padding_B1 = torch.tensor(padding, device=position_ids_BT.device)[:, None]
-    own_BT = positions_T - padding_B1
-    if position_ids_BT.ndim not in (2, 3) or ((position_ids_BT != own_BT) & (own_BT >= 0)).any():
-        raise ValueError(
-            "tree decoding counts positions from the first token of the text: leave position_ids "
-            "out, or call the target's own generate()"
-        )

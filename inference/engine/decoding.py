@@ -20,6 +20,7 @@ from medusa_heads.inference.acceptance import AcceptanceRule
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.beginning import Beginning, finish_step
 from medusa_heads.inference.engine.device_loop import device_loop
+from medusa_heads.inference.engine.given.cache import give_back
 from medusa_heads.inference.engine.noise import Rng
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.state import DecodingState
@@ -113,6 +114,7 @@ def decode(
                 else:
                     take_step(target, drafter, rule, state, last_hidden, stats)
 
+    give_back(state.cache, beginning.given)
     if streamer is not None:
         streamer.end()
     stats.tokens = sum(len(row.tokens) for row in rows)

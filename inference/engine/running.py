@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from medusa_heads.cache_names import take_cache
 from medusa_heads.errors import UnsupportedArchitecture, forget_frames
 from medusa_heads.inference.acceptance import AcceptanceRule
 from medusa_heads.inference.acceptance.base import look_at_one_row
@@ -132,6 +133,8 @@ class RunningBatch:
             ValueError: an option that cannot be honoured, by name.
         """
         assert len(self.rows) < self.max_rows
+        if take_cache(options) is not None:
+            raise ValueError("a row that joins shares its cache with others: pass none")
         model: Any = self._target.model
         # Its own: other threads of the process may draw numbers meanwhile.
         random = None if seed is None else torch.Generator().manual_seed(seed)

@@ -189,6 +189,12 @@ def test_a_text_goes_on_from_caches_with_an_index() -> None:
         rest = {"input_ids": first.sequences, "attention_mask": torch.ones_like(first.sequences)}
         cache = first.past_key_values
         assert torch.equal(written(model, rest, max_new_tokens=12, past_key_values=cache), whole)
+        assert cache.get_seq_length() == whole.shape[1] - 1
+        rest = {"input_ids": whole, "attention_mask": torch.ones_like(whole)}
+        longer = written(target.model, rest, max_new_tokens=9)
+        assert torch.equal(
+            written(target.model, rest, max_new_tokens=9, past_key_values=cache), longer
+        )
 
 
 def test_an_index_is_not_compiled() -> None:

@@ -86,32 +86,6 @@ def test_users_own_processors_and_criteria(medusa: MedusaModel) -> None:
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"num_beams": 2}, "num_beams"),
-        ({"use_cache": False}, "use_cache=False"),
-        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
-        ({"cache_implementation": "static"}, "cache_implementation='static'"),
-        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
-    ],
-)
-def test_what_cannot_be_honoured_is_refused_by_name(
-    medusa: MedusaModel, options: Any, named: str
-) -> None:
-    with pytest.raises(ValueError, match=named):
-        medusa.generate(**INPUTS, max_new_tokens=4, **options)
-
-
-def test_assistant_and_right_padding_are_refused(medusa: MedusaModel) -> None:
-    with pytest.raises(ValueError, match="assistant_model"):
-        medusa.generate(**INPUTS, assistant_model=medusa.target.model)
-    ids = torch.arange(1, 9).view(2, 4)
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
-    with pytest.raises(ValueError, match="padding_side='left'"):
-        medusa.generate(ids, attention_mask=mask, max_new_tokens=4)
-
-
 def test_checkpoint_with_its_target_by_path(tiny_llama: TinyLlama, tmp_path: Path) -> None:
     model = tiny_llama(vocab_size=24)
     model.save_pretrained(tmp_path / "target")

@@ -130,17 +130,6 @@ def test_a_callers_own_cache_serves_again_whatever_was_raised(
     assert torch.equal(whole, plain(medusa, max_new_tokens=65, do_sample=False))
 
 
-def test_only_the_new_tokens_beside_a_cache_are_refused(medusa: MedusaModel) -> None:
-    first: Any = medusa.generate(**INPUTS, max_new_tokens=15, return_dict_in_generate=True)
-    with pytest.raises(ValueError, match="pass the whole text"):
-        medusa.generate(
-            first.sequences[:, -1:],
-            attention_mask=torch.ones_like(first.sequences),
-            past_key_values=first.past_key_values,
-            max_new_tokens=5,
-        )
-
-
 def test_chunked_prefill(medusa: MedusaModel) -> None:
     out: Any = medusa.generate(**INPUTS, max_new_tokens=20, do_sample=False, prefill_chunk_size=5)
     assert torch.equal(out, plain(medusa, max_new_tokens=20, do_sample=False))
