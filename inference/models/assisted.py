@@ -18,6 +18,7 @@ from medusa_heads.inference.engine.decoding import decode
 from medusa_heads.inference.engine.noise import RNGS, Rng
 from medusa_heads.inference.engine.running import RunningBatch
 from medusa_heads.inference.engine.stats import GenerationStats
+from medusa_heads.inference.models.call_options import NOT_IN_STEP, take_own
 from medusa_heads.inference.models.compiling import (
     Compile,
     Views,
@@ -39,9 +40,6 @@ if TYPE_CHECKING:  # heavy to import
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
     from medusa_heads.inference.endpoint.server import Server
-
-
-_NOT_IN_STEP = "tree decoding does not keep sharded processes in step: gather first"
 
 
 class EngineOptions(TypedDict, total=False):
@@ -169,11 +167,8 @@ class AssistedModel(Copied, ABC):
         Raises:
             ValueError: an option that tree decoding cannot honour, by name.
         """
-        if assistant_model is not None:
-            raise ValueError("drafts come from elsewhere here: leave assistant_model out")
+        take_own(kwargs, assistant_model)
         model: Any = self.target.model
-        if kwargs.pop("synced_gpus", None):  # of which generate() says nothing to `decode`
-            raise ValueError(_NOT_IN_STEP)
         configs = generation_config, model.generation_config
         # generate() hands neither streamer nor tokenizer to a custom decoding method: the one is
         # bound below, the other is needed for stop strings alone.
@@ -205,7 +200,7 @@ class AssistedModel(Copied, ABC):
             ValueError: called through another model than this one's target.
         """
         if synced_gpus:
-            raise ValueError(_NOT_IN_STEP)
+            raise ValueError(NOT_IN_STEP)
         if model is not self.target.model:
             raise ValueError(
                 "this decoder is attached to another model: call generate() on its own target"
