@@ -105,7 +105,8 @@ class AssistedModel(Copied, ABC):
             self.target = usual_target(self.target)
         self._chosen = compile is None
         check_one_device(self.target)
-        self._lock = self.target.lock if isinstance(self.target, CompiledTarget) else TextLock()
+        shared = self.target.lock if isinstance(self.target, CompiledTarget) else None
+        self._lock = TextLock(shared, nests=isinstance(self.target, CapturedTarget))
         self._views = Views(self._chosen)
         self._chain_only = capability(self.target) != "tree"
         self.acceptance, self.rng = acceptance, rng

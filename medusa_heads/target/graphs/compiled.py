@@ -32,7 +32,7 @@ from medusa_heads.target.graphs.static_cache import (
     explicit_inputs,
     given_to,
 )
-from medusa_heads.target.graphs.text_lock import TextLock
+from medusa_heads.target.graphs.text_lock import OwnedLock
 from medusa_heads.target.recurrent import is_recurrent
 from medusa_heads.target.scans import has_scans
 from medusa_heads.target.target import TargetModel
@@ -78,7 +78,7 @@ class CompiledTarget(TargetModel):
         self._caches: dict[tuple[Any, ...], StaticRowCache] = {}
         self._compared: set[tuple[int | None, ...]] = set()  # graphs: rows, tokens, capacity
         self._captured = self._captured_kind()
-        self.lock = TextLock()  # of whoever decodes: one text at a time has its cache
+        self.lock = OwnedLock()  # of whoever decodes: one text at a time has its cache
         # Within a text, what has been read before: through which graphs.
         self._calls: dict[Any, Callable[[list[Tensor]], list[Tensor]]] | None = None
         for hook in self._hooks() if self._hooked else ():

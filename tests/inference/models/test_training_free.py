@@ -185,7 +185,7 @@ class LooksAhead(LogitsProcessor):
         return self  # and of the same decoder
 
 
-@pytest.mark.parametrize("word", [False, "steps"])
+@pytest.mark.parametrize("word", [False, "steps", "capture"])
 def test_a_decoder_is_not_called_within_its_own_text(model: Any, untraced: None, word: Any) -> None:
     decoder = TrainingFreeModel(model, "recycling:4", compile=word, compile_backend="eager")
     given: dict[str, Any] = {**padded((0,), 11), "do_sample": False, "max_new_tokens": 9}
@@ -201,6 +201,10 @@ def test_a_decoder_is_not_called_within_its_own_text(model: Any, untraced: None,
     thread.join(timeout=120)
     assert faults
     assert torch.equal(torch.as_tensor(decoder.generate(**given)), reference(model, **given))
+    if word == "steps":  # nor is another that shares its cache
+        other = TrainingFreeModel(decoder.target, "recycling:4")
+        with pytest.raises(ValueError, match="in the middle of a text"):
+            other.generate(**given, logits_processor=LogitsProcessorList([LooksAhead(decoder)]))
 
 
 @pytest.mark.parametrize("word", [True, "steps"])
