@@ -45,7 +45,7 @@ def own_cache(
     target: TargetModel, model_kwargs: dict[str, Any], input_ids_BT: Tensor, slots: int
 ) -> tuple[RowCache, Cache | None]:
     """The cache of a text, which is put among these, with all that a given one has read; and what
-    the caller gave, to be filled at the end.
+    the caller gave, to be filled at the end. What the rows of a batch begin with is read alone.
 
     Raises:
         ValueError: what was given cannot be read on from, or cannot be filled.
@@ -58,14 +58,15 @@ def own_cache(
     is_callers = bool(getattr(given, "_is_user_defined", False) or _length(given))
     if is_callers:
         _refuse(given, input_ids_BT)
+    alone = len(input_ids_BT) == 1
     # One without rows does not say how much it has read.
-    if type(given) is type(cache) and cache.fixed_capacity is None and cache.row_layers:
+    if alone and type(given) is type(cache) and cache.fixed_capacity is None and cache.row_layers:
         given.announce(slots)
         model_kwargs[target.cache_argument] = given
         return given, given
     refuse_states_alone(given)
     cache.take_over(given)
-    if not is_callers:
+    if not (is_callers and alone):
         return cache, None
     if not isinstance(given, RowCache):
         for layer in given.layers:
@@ -76,10 +77,10 @@ def own_cache(
 
 def _refuse(given: Any, input_ids_BT: Tensor) -> None:
     rows, tokens = input_ids_BT.shape
-    if rows > 1:
+    if rows > 1 and not _length(given):
         raise ValueError(
-            "a given cache needs a batch of 1: rows of a batch end at different lengths, and leave "
-            "the cache as they end"
+            "a given cache is filled by a batch of 1 alone: rows of a batch end at different "
+            "lengths; leave an empty one out"
         )
     if not isinstance(given, RowCache):
         name = type(given).__name__

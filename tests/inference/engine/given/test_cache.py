@@ -130,10 +130,26 @@ def test_states_and_batches_are_refused(medusa: MedusaModel) -> None:
         written(MedusaModel(target, heads, tree="chain"), prompt(), past_key_values=cache)
     two: dict[str, Any] = {name: value.repeat(2, 1) for name, value in INPUTS.items()}
     for cache in (DynamicCache(config=medusa.target.model.config), medusa.target.new_cache()):
-        with pytest.raises(ValueError, match="a given cache needs a batch of 1"):
+        with pytest.raises(ValueError, match="a given cache is filled by a batch of 1 alone"):
             medusa.generate(**two, max_new_tokens=4, past_key_values=cache)
     with pytest.raises(ValueError, match="a row that joins shares its cache"):
         medusa.running_batch().add(INPUTS["input_ids"], past_key_values=cache, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_what_the_rows_of_a_batch_begin_with_is_read_and_stays(
+    medusa: MedusaModel, own: bool
+) -> None:
+    target: Any = medusa.target.model
+    two_BT = torch.cat([INPUTS["input_ids"], INPUTS["input_ids"].flip(0) + 1])
+    cache: Any = medusa.target.new_cache(2) if own else DynamicCache()
+    medusa.target.model(two_BT[:, :5], past_key_values=cache)
+    before = cache.layers[0].keys.clone()
+    given = {**whole_text(two_BT), "max_new_tokens": 9}
+    expected_BT = medusa.target.model.generate(**given)
+    got_BT = medusa.generate(**given, past_key_values=cache)
+    assert torch.equal(torch.as_tensor(got_BT), expected_BT)
+    assert cache.get_seq_length() == 5 and torch.equal(cache.layers[0].keys, before)
 
 
 @pytest.mark.parametrize(("tokens", "said"), [(20, "all of the 20"), (18, "20 tokens, more than")])
