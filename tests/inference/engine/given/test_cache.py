@@ -143,10 +143,10 @@ def test_what_the_rows_of_a_batch_begin_with_is_read_and_stays(
     target: Any = medusa.target.model
     two_BT = torch.cat([INPUTS["input_ids"], INPUTS["input_ids"].flip(0) + 1])
     cache: Any = medusa.target.new_cache(2) if own else DynamicCache()
-    medusa.target.model(two_BT[:, :5], past_key_values=cache)
+    target(two_BT[:, :5], past_key_values=cache)
     before = cache.layers[0].keys.clone()
     given = {**whole_text(two_BT), "max_new_tokens": 9}
-    expected_BT = medusa.target.model.generate(**given)
+    expected_BT = target.generate(**given)
     got_BT = medusa.generate(**given, past_key_values=cache)
     assert torch.equal(torch.as_tensor(got_BT), expected_BT)
     assert cache.get_seq_length() == 5 and torch.equal(cache.layers[0].keys, before)
