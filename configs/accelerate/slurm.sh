@@ -1,6 +1,7 @@
 #!/bin/bash
 # Heads on the nodes of a Slurm job; what stands behind the script's name goes to train-heads:
-#   sbatch --nodes 2 configs/accelerate/slurm.sh --config configs/llama-3.1-8b.yaml
+#   sbatch --nodes 2 configs/accelerate/slurm.sh --config configs/llama-3.1-8b.yaml \
+#     --per_device_train_batch_size 1 --gradient_accumulation_steps 1
 # LAUNCH names another launch file than ddp_nodes.yaml. Submit it in the repository's folder, which
 # all nodes share, with medusa-heads installed in the environment that the job inherits.
 #SBATCH --job-name=train-heads
