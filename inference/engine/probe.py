@@ -24,6 +24,7 @@ from medusa_heads.config import RankPath
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.engine.recurrent import decoding_state
 from medusa_heads.inference.engine.rows import Row, StopCheck
+from medusa_heads.target.positions import scales_by_slot
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TreeShape
 
@@ -176,6 +177,7 @@ class Prober:
 # How much is chosen, by the names that indexers give it. Some thousand tokens are, and so all of a
 # short text, whatever an indexer makes of a tree.
 _FEW = {"index_topk": 8, "topk_blocks": 2, "block_topk": 2, "block_size": 4, "compress_ratio": 4}
+_SCALED_ALIKE = 1  # slots whose queries are scaled alike, of some thousand
 
 
 def indexers(target: TargetModel) -> list[nn.Module]:
@@ -186,11 +188,15 @@ def indexers(target: TargetModel) -> list[nn.Module]:
 
 @contextmanager
 def few_rows_chosen(target: TargetModel) -> Iterator[None]:
-    """Within the block, indexers leave out most of a short text as well."""
+    """Within the block, indexers leave out most of a short text as well, and what scales queries by
+    the slot does so in a short text."""
+    scaling = [m for m in target.model.modules() if scales_by_slot(m)]
+    settings_of = (indexers(target), _FEW), (scaling, {"floor_scale": _SCALED_ALIKE})
     few = [
         (vars(module), {name: min(vars(module)[name], few)})
-        for module in indexers(target)
-        for name, few in _FEW.items()
+        for modules, settings in settings_of
+        for module in modules
+        for name, few in settings.items()
         if name in vars(module)
     ]
     many = [(settings, {name: settings[name] for name in narrow}) for settings, narrow in few]

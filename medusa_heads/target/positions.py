@@ -4,24 +4,37 @@ Some rules that turn positions go by the longest one of a forward, whatever else
 draft beyond their limit would turn the tokens before it, too. And learnt positions have an end,
 which drafts may be beyond where the text is not.
 
+And Llama 4 scales the queries of layers without positions by where a token stands, which it takes
+from the length of its cache. There a tree's nodes stand side by side, and rows that lag behind
+further on than in their text: a forward over a tree is told the true slots.
+
 Sources: transformers' `dynamic_rope_update`; "dynamic" is NTK-aware scaling, "longrope" is of Ding
 et al. 2024, arXiv:2402.13753.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from threading import Lock
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from medusa_heads.errors import UnsupportedArchitecture
+from medusa_heads.target.attention import TreeMask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _TWO_RULES, _FIRST = "longrope", "original_max_position_embeddings"
 _SPARE = 2  # entries that a table of positions may have besides
+TEXT_SLOTS = "text_slots"  # the argument of a forward, which models hand on to their attention
+# Looked for once: a large model has thousands of modules, and a step little time.
+_scaled: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+_WRAPPING = Lock()
 
 
 class PositionRule(NamedTuple):
@@ -119,3 +132,70 @@ def _learnt(model: PreTrainedModel) -> PositionRule | None:
         if 0 <= module.num_embeddings - limit <= _SPARE:
             return PositionRule(limit, "none")
     return None
+
+
+def scales_by_slot(module: nn.Module) -> bool:
+    """Whether this is attention that scales its queries by the length of its cache."""
+    its = vars(module)
+    return bool(its.get("attn_temperature_tuning") and "floor_scale" in its and not its["use_rope"])
+
+
+def text_slots(model: nn.Module, mask: TreeMask) -> dict[str, Tensor]:
+    """What a forward over a tree is given besides, where the model scales queries by slots: those
+    [B, N] that its nodes have in the cache of generate(), left padding included."""
+    if model not in _scaled:
+        found = [each for each in model.modules() if scales_by_slot(each)]
+        with _WRAPPING:
+            for each in found:
+                _take_slots(each)
+        _scaled[model] = bool(found)
+    if not _scaled[model]:
+        return {}
+    slots_BN = mask.query_positions_BN
+    if mask.padding_B is not None:
+        slots_BN = slots_BN + mask.padding_B[:, None]
+    return {TEXT_SLOTS: slots_BN}
+
+
+def _take_slots(module: Any) -> None:
+    """Its forward goes by the slots of the text where it is given them."""
+    kind: Any = type(module)
+    if not hasattr(kind.forward, "of_cache"):
+        kind.forward = _by_slots(kind.forward)
+    # accelerate keeps the forward that stood there before its hooks.
+    old = vars(module).get("_old_forward")
+    if getattr(old, "__func__", None) is kind.forward.of_cache:
+        module._old_forward = MethodType(kind.forward, module)
+
+
+def _by_slots(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def by_slots(self: Any, *args: Any, text_slots: Tensor | None = None, **kwargs: Any) -> Any:
+        if text_slots is None or not scales_by_slot(self):
+            return forward(self, *args, **kwargs)
+        return forward(_Scaled(self, text_slots), *args, **kwargs)
+
+    by_slots.of_cache = forward  # type: ignore[attr-defined]
+    return by_slots
+
+
+class _Scaled:
+    """Attention as its forward sees it, whose queries are scaled already: nothing is changed of the
+    module, which other threads may run, too."""
+
+    attn_temperature_tuning = False
+
+    def __init__(self, module: Any, slots_BN: Tensor) -> None:
+        self._module, self._slots_BN = module, slots_BN
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def q_proj(self, hidden_BNX: Tensor) -> Tensor:
+        """The queries, as the model itself would scale them. It does so right behind this matrix,
+        as queries without positions are neither turned nor normalised."""
+        its = self._module
+        query_BNX: Tensor = its.q_proj(hidden_BNX)
+        slots_BN = self._slots_BN.to(query_BNX.device)
+        times_BN = torch.log1p(torch.floor((slots_BN.float() + 1.0) / its.floor_scale))
+        scales_BN1 = (times_BN * its.attn_scale + 1.0)[..., None]
+        return (query_BNX * scales_BN1).to(query_BNX.dtype)

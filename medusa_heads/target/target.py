@@ -30,6 +30,7 @@ from medusa_heads.target.features import HiddenReader
 from medusa_heads.target.fingerprint import lm_head_sha256, weights_sha256
 from medusa_heads.target.loading import load_causal_lm, unwrapped
 from medusa_heads.target.packed import UNPACKED, PackedMatrices
+from medusa_heads.target.positions import text_slots
 from medusa_heads.target.recurrent import RecurrentCache, is_recurrent
 from medusa_heads.target.scans import scans_go_on
 from medusa_heads.trees.tree import TokenTree
@@ -237,6 +238,7 @@ class TargetModel(HiddenReader):
                 position_ids=mask.query_positions_BN,
                 use_cache=True,
                 **{self.cache_argument: cache},
+                **text_slots(self.model, mask),
                 **fewer,
             ).logits
         return logits_BNV if last is None else logits_BNV[:, -last:]

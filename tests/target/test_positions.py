@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from inspect import getsource
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Phi3Config,
@@ -26,6 +29,7 @@ from tests.conftest import DEVICE, TinyLlama
 from tests.inference.planted import PlantedDrafter
 
 LIMIT = 40  # beyond what a target is tried with
+FLOOR = 48  # slots that Llama 4 scales alike: more than targets are tried with
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
 SIZES: dict[str, Any] = {
     **{"vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2},
@@ -56,6 +60,10 @@ def tiny(kind: str) -> Any:
         rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
         config = LlamaConfig(**SIZES, max_position_embeddings=LIMIT, rope_parameters=rope)
         model = LlamaForCausalLM(config)
+    elif kind == "llama4":
+        scales: Any = {"floor_scale": FLOOR, "attn_scale": 0.5, "no_rope_layers": [1, 0]}
+        experts: Any = {"intermediate_size_mlp": 64, "num_local_experts": 2, "head_dim": 16}
+        model = Llama4ForCausalLM(Llama4TextConfig(**SIZES, **scales, **experts))
     else:
         small: Any = {
             "n_embd": 64,
@@ -84,7 +92,8 @@ def written(model: Any, ids_BT: Tensor, **options: Any) -> Tensor:
 
 def drafted(model: Any, ids_BT: Tensor, expected: Tensor, **options: Any) -> tuple[Any, float]:
     """By planted drafts; the text, and tokens a step."""
-    free = TrainingFreeModel(model, "recycling", compile=options.pop("compile", False))
+    own = {name: options.pop(name) for name in ("compile", "compile_backend") if name in options}
+    free = TrainingFreeModel(model, "recycling", **{"compile": False, **own})
     rows = [row[ids_BT.shape[1] :] for row in expected.tolist()]
     free.drafter = PlantedDrafter(rows, 97, share=0.9)
     if hasattr(model, "model") and hasattr(model.model, "rotary_emb"):
@@ -215,3 +224,50 @@ def test_drafts_never_look_beyond_the_context() -> None:
         inputs: Any = {"attention_mask": mask[:rows], "max_new_tokens": 14, "do_sample": False}
         got: Any = near_end.generate(ids[:rows] * mask[:rows], **inputs)
         assert torch.equal(got, model.generate(ids[:rows] * mask[:rows], **inputs))
+
+
+def three_rows(length: int) -> dict[str, Tensor]:
+    ids_BT = torch.randint(1, 97, (3, length), generator=torch.Generator().manual_seed(1))
+    mask_BT = torch.ones_like(ids_BT)
+    mask_BT[1, :5] = mask_BT[2, :9] = 0
+    return {"input_ids": (ids_BT * mask_BT).to(DEVICE), "attention_mask": mask_BT.to(DEVICE)}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("compiled", [False, "capture", True])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_queries_are_scaled_by_slots_of_the_text(rows: int, compiled: Any, attention: str) -> None:
+    model = tiny("llama4")
+    model.set_attn_implementation(attention)
+    inputs: dict[str, Any] = three_rows(20) if rows > 1 else {"input_ids": prompt(9)}
+    ids, options = inputs.pop("input_ids"), {**inputs, "max_new_tokens": 100}
+    expected = written(model, ids, **options)
+    backend = {"compile_backend": "eager"} if compiled is True else {}
+    got, tokens_per_step = drafted(model, ids, expected, compile=compiled, **backend, **options)
+    assert torch.equal(got, expected)
+    assert tokens_per_step > 2
+    assert torch.equal(written(model, ids, **options), expected)
+
+
+def test_queries_scaled_by_the_length_of_the_cache_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the model scales them itself: of the floor as it is usual, a short text shows nothing."""
+    model: Any = tiny("llama4")
+    for layer in model.model.layers:
+        layer.self_attn.floor_scale = 8192
+    TrainingFreeModel(model, "recycling")
+    monkeypatch.setattr("medusa_heads.target.target.text_slots", lambda model, mask: {})
+    with pytest.warns(UserWarning, match="verifies a chain of drafts, not a tree: its logits"):
+        TrainingFreeModel(deepcopy(model), "suffix")
+    monkeypatch.setattr("medusa_heads.inference.engine.probe._SCALED_ALIKE", 8192)
+    TrainingFreeModel(deepcopy(model), "recycling")  # which a long text would show to be wrong
+
+
+def test_queries_of_a_dispatched_model_are_scaled_by_slots() -> None:
+    """accelerate has put hooks around each forward by then."""
+    accelerate: Any = pytest.importorskip("accelerate")
+    model, ids = tiny("llama4"), prompt(9)
+    expected = written(model, ids, max_new_tokens=60)
+    accelerate.dispatch_model(model, {"": DEVICE}, force_hooks=True)
+    assert torch.equal(drafted(model, ids, expected, max_new_tokens=60)[0], expected)

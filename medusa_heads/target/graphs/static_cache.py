@@ -17,6 +17,7 @@ from torch import Tensor
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.target.attention import TreeMask, mask_of
 from medusa_heads.target.cache import IndexedRowLayer, RowCache, RowLayer
+from medusa_heads.target.positions import TEXT_SLOTS, text_slots
 from medusa_heads.target.recurrent import CompressedRowLayer, RecurrentCache, StateAndRowLayer
 from medusa_heads.target.stacks import Member, Stacks, put_rows
 
@@ -250,6 +251,7 @@ def explicit_inputs(
         "attention_mask": explicit_masks(target.config, mask, target.dtype),
         target.cache_argument: cache,
         "use_cache": True,
+        **text_slots(target.model, mask),
     }
 
 
@@ -257,7 +259,7 @@ def given_to(inputs: dict[str, Any]) -> list[Tensor]:
     """The tensors that a forward is given anew each time."""
     masks = inputs["attention_mask"]
     masks = masks.values() if isinstance(masks, dict) else [masks]
-    distinct = {id(each): each for each in masks if each is not None}
+    distinct = {id(each): each for each in (*masks, inputs.get(TEXT_SLOTS)) if each is not None}
     return [inputs["input_ids"], inputs["position_ids"], *distinct.values()]
 
 
