@@ -80,16 +80,23 @@ def index_files(path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase
     path = Path(path)
     files = _files(path)
     digest = vocabulary_sha256(tokenizer)
-    contents = [[file.relative_to(path).as_posix(), file_sha256(file)] for file in files]
+    contents, readable = list[list[str]](), list[Path]()
+    left_out: list[str] = []
+    for file in files:
+        try:
+            contents.append([file.relative_to(path).as_posix(), file_sha256(file)])
+        except OSError as error:
+            left_out.append(f"{file}: {error.strerror or first_line(error)}")
+        else:
+            readable.append(file)
     made_of = [digest, tokenizer.chat_template, contents]
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:24]
     kept = measurement_folder() / "corpora" / f"{key}{INDEX_SUFFIX}"
     remove_leftovers(kept.parent)
     with suppress(ValueError):  # nothing there, or damaged: made anew
         return CorpusIndex.load(kept, digest)
-    left_out: list[str] = []
     try:
-        index = CorpusIndex.build(_documents(files, tokenizer, left_out), digest)
+        index = CorpusIndex.build(_documents(readable, tokenizer, left_out), digest)
     except ValueError as error:
         reason = f" ({left_out[0]})" if left_out else ""
         raise ValueError(f"{str(path)!r} cannot be indexed: {error}{reason}") from error

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from medusa_heads import TargetModel
 from medusa_heads.inference.lookup import corpus_files
 from medusa_heads.inference.lookup.corpus_files import find_corpus, index_files, vocabulary_sha256
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
+from medusa_heads.target.fingerprint import file_sha256
 from tests.conftest import TinyLlama
 
 DEMO = Path(__file__).parents[3] / "assets" / "demo-target"
@@ -107,6 +110,28 @@ def test_a_file_without_a_row_is_one_thing_left_out(
         match=r"corpus: 1 row or file, such as .*package\.json: none of 4 rows.*json:1:",
     ):
         index_files(folder, tokenizer)
+
+
+def test_files_that_cannot_be_read_are_left_out(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "a.txt").write_text("def alpha(self): return 1", encoding="utf-8")
+    (folder / "b.py").write_text("def beta(self): return 2", encoding="utf-8")
+
+    def digest(file: Path) -> str:  # whoever runs tests may read all files
+        if file.name == "b.py":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+        return file_sha256(file)
+
+    monkeypatch.setattr(corpus_files, "file_sha256", digest)
+    with pytest.warns(
+        UserWarning, match=r"left out of the corpus: 1 row or file, such as .*b\.py: Permission"
+    ):
+        index = index_files(folder, tokenizer)
+    assert continued(index, tokenizer, "def alpha(self):") == " return 1"
+    assert continued(index, tokenizer, "def beta(self):") != " return 2"
+    with pytest.raises(ValueError, match=r"b\.py' cannot be indexed: .*b\.py: Permission denied\)"):
+        index_files(folder / "b.py", tokenizer)
 
 
 def test_what_is_neither_file_nor_folder(tokenizer: PreTrainedTokenizerBase) -> None:
