@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from threading import RLock
 from typing import Any, Literal
 
 import torch
@@ -39,6 +40,10 @@ _known: weakref.WeakKeyDictionary[Any, dict[type, Capability]] = weakref.WeakKey
 # Models whose rows, padded ones or not, are each decoded as if it were alone.
 _known_batches: weakref.WeakKeyDictionary[Any, set[tuple[type, bool]]] = weakref.WeakKeyDictionary()
 
+# Held while a model is tried, which is set for that: two threads would each put back what the other
+# has set. Whoever holds it tries other views of the model, too.
+_EXAMINING = RLock()
+
 
 def capability(target: TargetModel) -> Capability:
     """Whether the target verifies a tree exactly, or only a chain, perhaps from a recurrent state;
@@ -48,7 +53,11 @@ def capability(target: TargetModel) -> Capability:
         UnsupportedArchitecture: none of them, and why.
     """
     known = _known.setdefault(target.model, {})
-    if type(target) not in known:
+    if type(target) in known:
+        return known[type(target)]
+    with _EXAMINING:
+        if type(target) in known:  # another thread has tried it meanwhile
+            return known[type(target)]
         try:
             # Of the model's own matrices: packing is not for all, and proved by itself.
             with _trying(target, "several new tokens over a cache"), unpacked():
@@ -84,7 +93,7 @@ def check_batch(target: TargetModel, padding: Sequence[int]) -> None:
     if len(padding) > 1 and not target.new_cache().rows_stand_alone:
         why = "compresses tokens of all rows of a batch together, however far each of them is"
         raise UnsupportedArchitecture(f"{kind} {why}", alone)
-    with _trying(target, "a batch of texts"):
+    with _EXAMINING, _trying(target, "a batch of texts"):
         fault = BatchProber(target, padded=padded).probe().fault(target.dtype)
     if fault is not None:
         why = "padding leaves traces in" if padded else "rows of a batch change each other in"

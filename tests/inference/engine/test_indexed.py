@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from threading import Event, Thread, current_thread
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.bench.speedup import cache_bytes_per_token
 from medusa_heads.inference.engine.capability import capability
-from medusa_heads.inference.engine.probe import few_rows_chosen, indexers
+from medusa_heads.inference.engine.probe import Probe, Prober, Trial, few_rows_chosen, indexers
 from medusa_heads.target.cache import IndexedRowLayer, RowLayer
 from medusa_heads.target.recurrent import CompressedRowLayer
 from medusa_heads.target.stacks import Stacks
@@ -166,6 +167,34 @@ def test_indexers_choose_as_before_behind_the_block() -> None:
         assert {(m.block_size, m.topk_blocks) for m in found} == {(4, 2)}
         raise KeyError
     assert [(m.block_size, m.topk_blocks) for m in indexers(target)] == settings
+
+
+def test_two_threads_leave_the_choice_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = with_settings("deepseek_v32", index_topk=64)
+    second_tries, first_is_done = Event(), Event()
+
+    class Waiting(Prober):
+        """Of two that try at once the first one ends first, if they are let."""
+
+        def probe(self, trial: Trial) -> Probe:
+            if current_thread() is first:
+                second_tries.wait(0.5)
+            else:
+                second_tries.set()
+                first_is_done.wait(0.5)
+            return super().probe(trial)
+
+    def first_one() -> None:
+        capability(target)
+        first_is_done.set()
+
+    monkeypatch.setattr("medusa_heads.inference.engine.capability.Prober", Waiting)
+    first, second = Thread(target=first_one), Thread(target=capability, args=(target,))
+    first.start()
+    second.start()
+    first.join()
+    second.join()
+    assert {module.index_topk for module in indexers(target)} == {64}
 
 
 def test_an_indexer_that_cannot_be_narrowed_is_trusted_with_no_tree(
