@@ -68,6 +68,10 @@ class Scripting:
     def _begins(self, target: TargetModel) -> bool:
         if not self.forwards or self._gave_up:
             return False
+        # Scripts keep the model alive, and this is kept by target. A target of another kind may be
+        # kept as long as its model lives: of that it is not recorded either.
+        if type(target) is not TargetModel:
+            return False
         step = self.seconds / self.forwards
         saved = min(_LAYER_SAVES * target.config.num_hidden_layers / step, 1.0)
         return saved >= LEAST_SAVED and self.seconds * saved >= _FORWARDS * step + _SECONDS

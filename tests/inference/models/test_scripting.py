@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
 import torch
 
-from medusa_heads import MedusaModel
+from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
+from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.errors import UnsupportedArchitecture
-from medusa_heads.inference.models import scripting
+from medusa_heads.inference.models import hub_form, scripting
 from medusa_heads.inference.models.scripting import Scripting
 from medusa_heads.inference.models.training_free import TrainingFreeModel
 from medusa_heads.target.graphs.scripted import ScriptedTarget
@@ -101,6 +105,25 @@ def test_texts_that_are_decoded_as_they_are(model: Any, noted: list[int]) -> Non
     inputs = padded([0], 12)
     assert torch.equal(text(free, inputs, **GREEDY), reference(model, **inputs, **GREEDY))
     assert noted
+
+
+def test_a_model_of_the_hub_form_is_let_go(
+    tiny_llama: TinyLlama, tmp_path: Path, noted: list[int]
+) -> None:
+    """Scripts would keep it alive, and what it is attached to is kept as long as it lives."""
+    model = tiny_llama()
+    model.generation_config.pad_token_id = 0
+    heads = MedusaHeads.from_target(TargetModel(model), HeadsConfig(num_heads=3))
+    medusa = hub_form.attached(model, save_heads(tmp_path, heads, TargetModel(model)))
+    inputs = padded([0], 12)
+    for _ in range(3):
+        assert torch.equal(text(medusa, inputs, **GREEDY), reference(model, **inputs, **GREEDY))
+        has_paid(medusa)
+    assert not noted
+    gone = weakref.ref(model)
+    del model, heads, medusa
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("says", ["chain", None])
