@@ -18,7 +18,7 @@ from medusa_heads.inference.engine.decoding import decode
 from medusa_heads.inference.engine.noise import RNGS, Rng
 from medusa_heads.inference.engine.running import RunningBatch
 from medusa_heads.inference.engine.stats import GenerationStats
-from medusa_heads.inference.models.call_options import NOT_IN_STEP, take_own
+from medusa_heads.inference.models.call_options import NOT_IN_STEP, Vocabulary, take_own
 from medusa_heads.inference.models.compiling import (
     Compile,
     Views,
@@ -95,6 +95,7 @@ class AssistedModel(Copied, ABC):
         _check_options(acceptance, acceptance_settings, rng, compile)
         target = target if isinstance(target, TargetModel) else TargetModel(target)
         self.target = target.with_features(features)
+        self._vocabulary = Vocabulary.of(self.target)
         self._late: LateCompiling | None = None
         if compile is not None:
             self.target = compiled_target(self.target, compile, compile_backend)
@@ -198,7 +199,8 @@ class AssistedModel(Copied, ABC):
         `target.generate(**inputs, custom_generate=model.decode)`.
 
         Raises:
-            ValueError: called through another model than this one's target.
+            ValueError: called through another model than this one's target, or its vocabulary has
+                changed.
         """
         if synced_gpus:
             raise ValueError(NOT_IN_STEP)
@@ -208,6 +210,7 @@ class AssistedModel(Copied, ABC):
             )
         # One text at a time: hidden states are read off the target as it runs.
         with self._lock:
+            self._vocabulary.check(self.target)
             self._follow_target()
             self.last_stats = GenerationStats()
             drafter = self._drafter_for(self.target) if self.deterministic else self.drafter
@@ -241,6 +244,7 @@ class AssistedModel(Copied, ABC):
                 "want rng='keyed'"
             )
         with self._lock:
+            self._vocabulary.check(self.target)
             self._follow_target()
         drafter = self.drafter
         target = as_it_is(self.target) if self._chosen else self.target  # rows come and go

@@ -61,11 +61,15 @@ def attached(model: PreTrainedModel, folder: str | os.PathLike[str], **options: 
     """The model with a folder's heads; attached once, and kept as long as the model lives.
 
     Its `last_stats` tells of the latest call through the hub form. Heads that were trained anew in
-    the same folder, or a model moved to another device or dtype, are attached anew. Raises
-    ValueError: heads missing, damaged or another model's."""
+    the same folder, or a model moved to another device or dtype or of another vocabulary, are
+    attached anew. Raises ValueError: heads missing, damaged or another model's."""
     sidecar = Path(folder).resolve() / SIDECAR_FILE
     written = sidecar.stat().st_mtime_ns if sidecar.is_file() else 0
-    state = (written, options, model.device, model.dtype)
+    # Heads may share these, which change where the model is resized. Their weights alone are no
+    # sign of that: accelerate exchanges them whenever it moves them.
+    ends: Any = model.get_input_embeddings(), model.get_output_embeddings()
+    vocabulary = [(weakref.ref(end), end.weight.shape) for end in ends if end is not None]
+    state = (written, options, model.device, model.dtype, vocabulary)
     kept = _attachments.setdefault(model, {})
     if str(sidecar) not in kept or kept[str(sidecar)][0] != state:
         # Fresh heads draw numbers before their weights are loaded: not from the user's seed.

@@ -107,6 +107,20 @@ def test_attached_once_and_let_go_with_the_model(folder: str, tiny_llama: TinyLl
     assert gone() is None, "kept alive by what was attached to it"
 
 
+def test_a_model_that_was_resized_is_attached_anew(folder: str, tiny_llama: TinyLlama) -> None:
+    """To heads of another vocabulary it is not, which a sentence says."""
+    model: Any = tiny_llama(vocab_size=24)
+    seeded(model, **HUB, custom_generate=folder)
+    model.resize_token_embeddings(40, mean_resizing=False)
+    with torch.no_grad():
+        model.lm_head.weight[24:] = 5 * torch.randn(16, model.config.hidden_size)
+    with pytest.raises(ValueError, match=r"another target .*'vocab_size': 24.*'vocab_size': 40"):
+        seeded(model, **HUB, custom_generate=folder)
+    save_heads(folder, MedusaHeads.from_target(TargetModel(model)), TargetModel(model))
+    expected = seeded(model, max_new_tokens=40, do_sample=False)
+    assert torch.equal(seeded(model, **HUB, custom_generate=folder, do_sample=False), expected)
+
+
 def test_two_folders_of_one_name(model: Any, folder: str, tmp_path: Path) -> None:
     """transformers copies both to the same place, since their files are the same."""
     target = TargetModel(model)

@@ -223,6 +223,23 @@ def test_no_decoder_is_pickled(model: Any) -> None:
         assert copy.copy(decoder).target is decoder.target
 
 
+@pytest.mark.parametrize("drafter", ["auto", "recycling", "suffix", "lookahead"])
+def test_a_vocabulary_that_was_resized_is_refused(tiny_llama: TinyLlama, drafter: str) -> None:
+    model, ids = tiny_llama(vocab_size=97), torch.arange(1, 13)[None]
+    model.generation_config.pad_token_id = 0
+    free = TrainingFreeModel(model, drafter)
+    free.generate(ids, max_new_tokens=8, do_sample=False)
+    model.resize_token_embeddings(130, mean_resizing=False)
+    with pytest.raises(ValueError, match=r"vocabulary has changed from 97 to 130: make the dec"):
+        free.generate(ids, max_new_tokens=8, do_sample=False)
+    with pytest.raises(ValueError, match="vocabulary has changed from 97 to 130"):
+        free.running_batch()
+    anew = TrainingFreeModel(model, drafter)
+    expected = model.generate(ids, max_new_tokens=30, do_sample=False)
+    got: Any = anew.generate(ids, max_new_tokens=30, do_sample=False)
+    assert torch.equal(got, expected)
+
+
 @pytest.fixture(scope="module", params=["gemma3", "qwen3_vl"])
 def multimodal(request: pytest.FixtureRequest) -> Any:
     """A tiny model with its vision tower."""
