@@ -60,12 +60,12 @@ USUAL = re.compile(
 )
 HOW = """What tree decoding makes of every causal-LM type of transformers, built tiny with random
 fp32 weights. Each exact type decodes greedily with the true continuation planted on random
-branches of a 17-node tree, and is compared token by token with `generate()`. Windows and
-chunks are 16 tokens, so that trees straddle their edges. Each is also decoded with a
-fault, which must be noticed: a tree with a plain causal mask, a chain whose nodes do not
-see each other, a recurrent state that is not put back, or index keys of rejected drafts
-that are not dropped. Texts that repeat themselves prove nothing: their type counts as
-unproven.
+branches of a 17-node tree, and is compared token by token with `generate()`. Windows,
+chunks and the floors of scales by position are 16 tokens, so that trees straddle their
+edges. Each is also decoded with a fault, which must be noticed: a tree with a plain
+causal mask, a chain whose nodes do not see each other, a recurrent state that is not put
+back, or index keys of rejected drafts that are not dropped. Texts that repeat themselves
+prove nothing: their type counts as unproven.
 
 *Keeps* is what the cache holds of a text: rows, one a token; the rows of an index that
 chooses what attention reads; tokens compressed into common entries; a recurrent or

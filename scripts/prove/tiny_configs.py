@@ -3,7 +3,8 @@
 Most types share a vocabulary of settings, so one table of small values, cut down to the fields that
 a configuration class has, builds most of them. Lists with an entry for every layer are shortened
 from the class's own defaults, one layer of each kind kept. What a type wants beyond that stands in
-FIXTURES. Windows and chunks are small, so that every tree straddles their edges.
+FIXTURES. Windows, chunks and the floors of scales by position are small, so that every tree
+straddles their edges.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ _VALUES: list[tuple[Any, str]] = [
         WINDOW,
         "sliding_window sliding_window_size attention_chunk_size window_size local_attention "
         "attention_window_size keep_window_size chunk_size mamba_chunk_size "
-        "local_attention_window_len block_size",
+        "local_attention_window_len block_size floor_scale log_scaling_n_floor",
     ),
     (
         8,
