@@ -256,7 +256,7 @@ def write_sizes(
     writer.add_embedding_length(hidden_size)
     writer.add_token_list([f"t{i}" for i in range(vocab_size)])
     if modules:
-        writer.add_nextn_predict_layers(modules)
+        writer.add_uint32(f"{kind}.nextn_predict_layers", modules)
     if merges is not None:
         writer.add_string("tokenizer.ggml.merges", merges)
     if split:

@@ -100,12 +100,16 @@ def test_one_that_was_returned_goes_on_with_a_compiled_target(
         assert before < cache.get_seq_length() < text_1T.shape[1]
 
 
+def offloaded(target: Any) -> DynamicCache:
+    cache = DynamicCache(config=target.config)
+    cache.offloading = True  # to be told so, it needs a device to come back from
+    return cache
+
+
 def caches_of(target: Any) -> dict[str, Any]:
     return {
         "StaticCache": lambda: StaticCache(config=target.config, max_cache_len=64),
-        "DynamicCache that is offloaded": lambda: DynamicCache(
-            config=target.config, offloading=True
-        ),
+        "DynamicCache that is offloaded": lambda: offloaded(target),
         "QuantizedCache": lambda: QuantizedCache.__new__(QuantizedCache),
     }
 
