@@ -116,7 +116,7 @@ _INSTEAD: dict[Callable[[str | os.PathLike[str]], bool], str] = {
     _is_adapter: "found a LoRA adapter: merge it into its target, and train heads for that",
     _is_foreign: "found heads of another project: read them with medusa-heads convert",
     is_model: "found a model without heads: train some with train-heads, convert another project's "
-    "with medusa-heads convert, or draft without any (--drafter auto)",
+    "with medusa-heads convert, or draft without any (medusa-heads generate --drafter auto)",
     _is_resumable: "found what training resumes from: let the run end (train-heads "
     "--resume_from_checkpoint last), and name its output_dir",
     _has_resumable: "found a run that has not ended: let it end with train-heads "

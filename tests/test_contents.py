@@ -34,7 +34,10 @@ def folder(tiny_llama: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> P
     ("name", "sentence"),
     [
         ("draft", "found a draft model: .* as --draft_model of its target"),
-        ("target", "found a model without heads: train some .* .--drafter auto"),
+        (
+            "target",
+            "found a model without heads: train .* .medusa-heads generate --drafter auto",
+        ),
         ("run", "found a run that has not ended: .* --resume_from_checkpoint last"),
         ("run/checkpoint-2", "found what training resumes from: .* its output_dir"),
         ("heads/medusa_lm_head.safetensors", "found a file: name the folder that it lies in"),
