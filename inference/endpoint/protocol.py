@@ -134,7 +134,8 @@ class Reader:
     def _chat(self, messages: Any) -> list[int]:
         if not self._tokenizer.chat_template:
             raise ValueError(
-                "the target has no chat template: ask /v1/completions to continue a text"
+                "the target has no chat template: ask /v1/completions to continue a text, or serve "
+                "the target with a chat_template.jinja in its folder"
             )
         if not isinstance(messages, list) or not messages:
             raise ValueError("messages must be a list of at least one message")

@@ -241,7 +241,8 @@ def read_dialogues(
     if dialogues.talks and tokenizer is not None and not tokenizer.chat_template:
         raise ValueError(
             f"the corpus holds conversations in {column!r}, and the target's tokenizer has no chat "
-            "template: give plain prompts, or a tokenizer with a template"
+            "template: put it into the target's folder as chat_template.jinja, or give plain "
+            "prompts"
         )
     if column == "text":
         assert tokenizer is not None

@@ -59,6 +59,7 @@ def chat(arguments: ChatArguments) -> None:
         say(f"Talking to {model.target.name_or_path}. /help lists the commands, Ctrl-D leaves.")
     if not session.conversation.has_template:
         say("The target has no chat template: it continues the text, line after line.")
+        say("To talk to it, put its template into its folder as chat_template.jinja.")
     while not session.done:
         try:
             line = input("> " if terminal else "")

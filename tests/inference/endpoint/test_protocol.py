@@ -157,7 +157,9 @@ def test_bodies_that_are_no_request(reader: Reader, raw: bytes) -> None:
 
 def test_without_a_template_nobody_talks(model: Any) -> None:
     reader = Reader(model.target, make_tokenizer(template=None))
-    with pytest.raises(ValueError, match="no chat template: ask /v1/completions"):
+    with pytest.raises(
+        ValueError, match=r"no chat template: ask /v1/comp.* a chat_template\.jinja"
+    ):
         read(reader, chat=True)
 
 
