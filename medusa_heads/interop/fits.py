@@ -43,10 +43,8 @@ def check_fits(stored: StoredHeads, to: WrittenFormat) -> None:
     config, engine = stored.config, ENGINES[to]
     kinds, shared = KINDS.get(to, ("medusa",)), config.vocab_matrix == "shared"
     if config.kind not in kinds:
-        fitting = [name for name, held in KINDS.items() if config.kind in held]
         train = f"train kind {' or '.join(map(repr, kinds))} for it"
-        advice = f"give --to {' or '.join(fitting)}" if fitting else train
-        raise ValueError(f"{engine} holds no {config.kind} heads: {advice}")
+        raise ValueError(f"{engine} holds no {config.kind} heads: {_instead(stored) or train}")
     if config.kind != "medusa":
         _check_layers(stored, to)
         return
@@ -73,6 +71,22 @@ def check_fits(stored: StoredHeads, to: WrittenFormat) -> None:
             "ModelOpt's checkpoints are read with one block a head, and these heads have "
             f"{config.num_layers}: train num_layers 1 for it"
         )
+
+
+def _instead(stored: StoredHeads) -> str | None:
+    """What to do with heads of a kind that an engine does not hold: to name the layout that is
+    theirs, or what keeps them out of that one; None where no layout is for their kind."""
+    config = stored.config
+    of_blocks: WrittenFormat = "dflash" if config.correction_rank is None else "dspark"
+    layouts: dict[str, WrittenFormat] = {"eagle3": "eagle3", "block": of_blocks}
+    layout = layouts.get(config.kind)
+    if layout is None:
+        return None
+    try:
+        check_fits(stored, layout)
+    except ValueError as refusal:
+        return str(refusal)
+    return f"give --to {layout}"
 
 
 def _check_layers(stored: StoredHeads, to: WrittenFormat) -> None:

@@ -263,7 +263,7 @@ def test_what_cannot_be_read_is_said(
 def test_other_layouts_and_kinds_are_told_apart(tmp_path: Path, target: Path) -> None:
     model = TargetModel.from_pretrained(str(target))
     for kind, to, message in (
-        ("eagle3", "vllm", "vLLM holds no eagle3 heads: give --to eagle3"),
+        ("eagle3", "vllm", "vLLM holds no eagle3 heads: give --to eagle3$"),
         ("medusa", "eagle3", "holds no medusa heads: train kind 'eagle3' for it"),
     ):
         native = tmp_path / kind

@@ -197,7 +197,7 @@ def test_a_reduced_vocabulary_made_whole(tmp_path: Path, target: Path, to: Writt
 REFUSED: list[tuple[WrittenFormat, dict[str, Any], str]] = [
     *((to, {"kind": "hydra"}, "holds no hydra heads") for to in ("vllm", "tgi", "modelopt")),
     *((to, {"prefix_attention": True}, "no prefix layer") for to in ("vllm", "lorax")),
-    *((to, {"kind": "block"}, "holds no block heads") for to in ("vllm", "fasterdecoding")),
+    *((to, {"kind": "block"}, "heads: DFlash.*train with features") for to in ("vllm", "tgi")),
     ("vllm", {"correction_rank": 4}, "no correction by the token before"),
     *((to, {"features": [0]}, "no features of the target's layers") for to in ("vllm", "tgi")),
     ("tgi", {"draft_vocab_size": 20}, "20 tokens; --full_vocabulary"),
