@@ -37,7 +37,8 @@ def check_compile(compile: Compile | None, deterministic: bool = False) -> None:
     if deterministic and compile == "kernels":
         raise ValueError(
             "compile='kernels' rounds in another way from the second forward on, which "
-            "deterministic=True does without: use compile='capture'"
+            "deterministic=True does without: use compile='capture' (on the command line, leave "
+            "--compile_kernels out)"
         )
 
 

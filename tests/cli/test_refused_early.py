@@ -51,7 +51,7 @@ TEXT = [
     ([*ALONE, "auto", "--repetition_penalty", "0"], "repetition_penalty must be above 0, got 0.0"),
     ([*HEADS, "--top_p", "2"], "top_p must be above 0"),
     ([*HEADS, "--compile_late", "--deterministic"], "goes by clocks"),
-    ([*HEADS, "--compile_kernels", "--deterministic"], "rounds in another way"),
+    ([*HEADS, "--compile_kernels", "--deterministic"], "leave --compile_kernels out"),
     ([*HEADS, "--compile", "--compile_steps"], "exclude each other"),
     ([*HEADS, "--compile_kernels", "--compile_late"], "exclude each other"),
     ([*DRAFT, "--compile_late"], "say compile=True or leave it out"),
