@@ -23,12 +23,14 @@ def find_device(asked: str | torch.device | None = None) -> torch.device:
         return next(device for device in devices_here() if _failure(device) is None)
     try:
         device = torch.device(asked)
-        failure = _failure(device)
     except RuntimeError as error:
-        failure = error
-    if failure is not None:
         raise ValueError(
-            f"expected a device such as cpu or cuda, got {str(asked)!r}: {first_line(failure)}"
+            f"expected a device such as cpu or cuda, got {str(asked)!r}: {first_line(error)}"
+        ) from error
+    if (failure := _failure(device)) is not None:
+        raise ValueError(
+            f"the device {str(asked)!r} cannot be used here ({first_line(failure)}): leave device "
+            "out, or give one that `medusa-heads env` lists"
         ) from failure
     return device
 

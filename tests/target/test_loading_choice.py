@@ -83,7 +83,7 @@ def test_weights_without_a_stated_dtype_are_taken_for_float32(stored: str, cache
 
 @pytest.mark.parametrize("use", [None, "tree"])
 def test_a_device_that_is_not_here_is_one_sentence(use: Use | None, stored: str) -> None:
-    with pytest.raises(ValueError, match="expected a device such as cpu or cuda, got 'cuda:99'"):
+    with pytest.raises(ValueError, match="the device 'cuda:99' cannot be used here"):
         TargetModel.from_pretrained(stored, device="cuda:99", use=use)
 
 
