@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from itertools import islice, pairwise, starmap
 from operator import eq
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -238,17 +238,22 @@ def rows_there(folder: Path) -> int:
     return rows if isinstance(rows, int) else 0
 
 
-def wrote_plainly(target: str, folder: str) -> bool:
-    """Whether a dataset's record says that the target of this name answered prompts in it that no
-    chat template rendered. Raises ValueError: a record that is damaged."""
+def own_words(target: str, folder: str) -> Literal["plain", "chat"] | None:
+    """How a dataset's record says that the target of this name was asked for the answers in it: by
+    prompts that no chat template rendered, or by its own template; None where it does not say that
+    this target answered. Raises ValueError: a record that is damaged."""
     path = expanded(folder) / RECORD_FILE
     record = read_json(path) if path.is_file() else {}
-    if record.get("talks") is not False:
-        return False
-    named = record.get("target")
-    if not isinstance(named, dict) or "name_or_path" not in named:
+    talks, named = record.get("talks"), record.get("target")
+    if not isinstance(talks, bool):
+        return None
+    name = named.get("name_or_path") if isinstance(named, dict) else None
+    if not isinstance(name, str):
         raise ValueError(f"{path} names no target: the file is damaged")
-    return bool(named["name_or_path"] == target)
+    # A folder has several spellings, such as one with a slash behind it.
+    if expanded(name).resolve() != expanded(target).resolve():
+        return None
+    return "chat" if talks else "plain"
 
 
 def write_output(

@@ -167,13 +167,15 @@ class Command:
         num_heads: int,
     ) -> TrainingData:
         """Rows of text that is there, and held-out ones."""
-        from medusa_heads.inference.regeneration.store import wrote_plainly
+        from medusa_heads.data.finding import find_names
+        from medusa_heads.inference.regeneration.store import own_words
         from medusa_heads.training.data.prepare import prepare_data
 
         limits: dict[str, Any] = {"num_heads": num_heads, "max_steps": args.max_steps}
-        name, names = target.name_or_path, self.to_data.dataset
-        own = self.to_distill.self_distill or all(wrote_plainly(name, each) for each in names)
-        limits |= {"seed": args.seed, "own_text": own}
+        names = find_names(self.to_data.dataset)
+        told = {own_words(target.name_or_path, each) for each in names}
+        own = self.to_distill.self_distill or told == {"plain"}
+        limits |= {"seed": args.seed, "own_text": own, "own_ends": None not in told}
         return prepare_data(target, texts[0], texts[1], self.tokenizer, self.to_data, **limits)
 
     def prompts(self, target: TargetModel) -> list[Dataset]:

@@ -143,6 +143,7 @@ def prepare_data(
     seed: int,
     max_steps: int = -1,
     own_text: bool = False,
+    own_ends: bool = False,
 ) -> TrainingData:
     """Rows for a target, tokenised, masked, checked and, if wanted, packed. Raises ValueError:
     something in the corpora or the settings cannot be used.
@@ -154,6 +155,8 @@ def prepare_data(
         num_heads: so many tokens ahead must be known somewhere in the held-out set.
         max_steps: of the run; a stream needs it.
         own_text: whether the target wrote it, behind whatever prompts.
+        own_ends: whether the target wrote the answers: those that do not end as its text does were
+            cut at a length.
     """
     if held_out is not None and held_out.is_stream:
         raise ValueError(
@@ -202,7 +205,7 @@ def prepare_data(
             "the held-out set is the training set: what is measured says nothing of other text"
         )
     if not own_text:
-        stops = stop_ids(target.model)
+        stops = () if own_ends else stop_ids(target.model)
         found.append(template_mismatch(known, tokenizer, settings, stops, TRAINING))
     return TrainingData(
         rows,

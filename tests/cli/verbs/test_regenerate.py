@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,26 @@ def test_a_targets_answers_to_plain_prompts_need_no_template(
     load_from_disk(str(output)).save_to_disk(str(moved))
     assert train(folder, moved, tmp_path / "other") == 0
     assert "the template of the training set is not the target's" in capsys.readouterr().err
+
+
+def test_a_targets_answers_may_be_cut_anywhere(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [f"{question} and {more}" for question in QUESTIONS for more in "abcd"]
+    talks = [[{"role": "user", "content": question}] for question in asked]
+    Dataset.from_dict({"messages": talks}).to_json(tmp_path / "talks.jsonl")
+    output, cut = tmp_path / "own", tmp_path / "cut"
+    assert run(folder, output, "--dataset", str(tmp_path / "talks.jsonl")) == 0
+
+    def ends_alike(row: dict[str, list[int]]) -> dict[str, list[int]]:
+        return {name: [*tokens[:-1], 5] for name, tokens in row.items()}
+
+    load_from_disk(str(output)).map(ends_alike).save_to_disk(str(cut))
+    assert train(folder, cut, tmp_path / "other") == 0
+    assert "0 of 14 answers end with a token that ends its text" in capsys.readouterr().err
+    shutil.copy(output / "regeneration.json", cut)
+    assert train(folder, cut, tmp_path / "run") == 0
+    assert "template" not in capsys.readouterr().err
 
 
 def test_the_same_command_again_reads_and_more_prompts_go_on(

@@ -21,9 +21,9 @@ from medusa_heads.inference.regeneration.store import (
     RECORD_FILE,
     AnswerStore,
     check_output,
+    own_words,
     write_output,
     write_rows,
-    wrote_plainly,
 )
 
 
@@ -190,10 +190,13 @@ def test_two_runs_do_not_replace_a_dataset_at_the_same_time(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("target", [{}, {"target": None}, {"target": {}}, {"target": ["me"]}])
 def test_a_damaged_record_is_named(target: dict[str, Any], tmp_path: Path) -> None:
-    assert not wrote_plainly("me", str(tmp_path))
+    assert own_words("me", str(tmp_path)) is None
     file = tmp_path / RECORD_FILE
     file.write_text(json.dumps({"talks": False, "target": {"name_or_path": "me"}}))
-    assert wrote_plainly("me", str(tmp_path)) and not wrote_plainly("you", str(tmp_path))
+    assert own_words("me", str(tmp_path)) == own_words("./me/", str(tmp_path)) == "plain"
+    assert own_words("you", str(tmp_path)) is None
+    file.write_text(json.dumps({"talks": True, "target": {"name_or_path": "me"}}))
+    assert own_words("me", str(tmp_path)) == "chat"
     file.write_text(json.dumps({"talks": False} | target))
     with pytest.raises(ValueError, match=r"regeneration\.json names no target: .* damaged"):
-        wrote_plainly("me", str(tmp_path))
+        own_words("me", str(tmp_path))
