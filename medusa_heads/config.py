@@ -82,7 +82,8 @@ class HeadsConfig:
         metadata=as_flag(
             "Independent heads (medusa), heads that also see the drafts before them (hydra), or "
             "a block that attends over the text so far (block), or one decoder layer that goes on "
-            "from its own output (eagle3). vLLM serves medusa, block and eagle3 heads."
+            "from its own output (eagle3). vLLM serves medusa and eagle3 heads, and reads block "
+            "heads (not run there)."
         ),
     )
     num_heads: int = field(

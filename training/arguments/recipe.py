@@ -32,9 +32,9 @@ class RecipeArguments:
     recipe: Recipe | None = flag(
         None,
         "A choice of heads: fast (small, what vLLM serves as Medusa), served (a block, what "
-        "llama.cpp and vLLM serve as DSpark), balanced (one pass, a layer over the text, corrected "
-        "by the token before), or best (sequential, the most tokens per step). Any other flag "
-        "beats what it stands for.",
+        "llama.cpp serves as DSpark, and vLLM reads, not run there), balanced (one pass, a layer "
+        "over the text, corrected by the token before), or best (sequential, the most tokens per "
+        "step). Any other flag beats what it stands for.",
     )
 
     def __post_init__(self) -> None:

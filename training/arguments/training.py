@@ -72,8 +72,8 @@ class OptimisationArguments:
     )
     save_total_limit: int | None = flag(
         1,
-        "Checkpoints kept; the best and the newest always are, but of a run that has ended with 1 "
-        "the best alone: resumed, it repeats the steps behind that.",
+        "Checkpoints kept, the best and the newest among them. With 1, a run that has ended keeps "
+        "only the best; resumed, it repeats the steps after that one.",
     )
     load_best_model_at_end: bool = flag(True, "End with the best evaluated heads, not the last.")
     metric_for_best_model: Literal["tokens_per_step_32", "tokens_per_step_16", "loss"] = flag(
