@@ -183,6 +183,12 @@ class DraftTrainer(GoingOnTrainer):
             self.own_text.load(self._own_text_file(resume_from_checkpoint))
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """As Trainer's, without the second names of tied weights, which no checkpoint holds."""
+        tied = self.draft.model.all_tied_weights_keys
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+
     def _save_rng_state(self, output_dir: str) -> None:
         if self.own_text is not None:
             self.own_text.save(self._own_text_file(output_dir))

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from datasets import Dataset
+from torch.nn.modules.module import _IncompatibleKeys
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -157,3 +159,19 @@ def test_what_dropout_adds_to_a_loss_is_no_harm_that_training_did(
     modes = [module.training for module in draft.modules()]
     assert torch.equal(trainer._losses_of_known_text(), beginning)
     assert [module.training for module in draft.modules()] == modes
+
+
+def test_tied_weights_are_not_said_to_be_missing(
+    make_rows: Callable[..., Dataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=61, n_embd=16, n_layer=2, n_head=2, n_positions=64)
+    trainer = trainer_of(TargetModel(GPT2LMHeadModel(config)), make_rows(4), tmp_path)
+    said: list[str] = []
+    monkeypatch.setattr(transformers.trainer.logger, "warning", said.append)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint is not None and not said
+    trainer._issue_warnings_after_load(_IncompatibleKeys(["transformer.ln_f.bias"], []))
+    assert said == [
+        "There were missing keys in the checkpoint model loaded: ['transformer.ln_f.bias']."
+    ]
