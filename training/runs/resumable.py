@@ -56,6 +56,27 @@ def finished_state(checkpoint: str, args: TrainingArguments) -> TrainerState | N
     return None if more or again else state
 
 
+def say_ended(state: TrainerState, args: TrainingArguments) -> None:
+    """A line for whoever resumes a run of that finished state, of which no step is trained."""
+    if args.process_index:
+        return
+    step, most = state.global_step, args.max_steps
+    if 0 < most < step:
+        logger.warning(
+            "nothing is trained: the checkpoint is of step %d, and max_steps is %d: give more to "
+            "go on",
+            step,
+            most,
+        )
+        return
+    logger.warning(
+        "the run had ended already, at step %d of %d: nothing is trained, and what it learnt is "
+        "measured and written again",
+        step,
+        most if most > 0 else state.max_steps,
+    )
+
+
 def find_best(state: TrainerState, checkpoint: Path) -> None:
     """Name in a state the checkpoint of its best step: the one beside the `checkpoint` that the
     state is of, wherever that folder has been moved; or the one it knew, where it went on from

@@ -170,6 +170,7 @@ class TaughtTrainer(Trainer, ABC):
         checkpoint = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else None
         self._best.checkpoint = checkpoint
         if checkpoint and (state := resumable.finished_state(checkpoint, self.args)):
+            resumable.say_ended(state, self.args)
             self._load_from_checkpoint(checkpoint)
             self.state, state.is_world_process_zero = state, self.is_world_process_zero()
             for callback in (self._best, self.health):
