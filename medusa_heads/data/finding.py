@@ -9,6 +9,7 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from medusa_heads.contents import is_model
 from medusa_heads.data.data_files import SUFFIXES
 from medusa_heads.errors import first_line
 from medusa_heads.files import expanded, is_path
@@ -134,6 +135,12 @@ def _files_of_split(folder: Path, splits: Sequence[str], exact: bool) -> list[Pa
             f"the folder {str(folder)!r} was not written by save_to_disk, and holds no files of "
             f"the kinds {', '.join(SUFFIXES)}"
         )
+    # Its files are JSON too, of which each line would be told as a broken row.
+    if _holds_weights_or_words(folder) and is_model(folder):
+        raise ValueError(
+            f"{str(folder)!r} is the folder of a model, not of text: give a corpus here, and the "
+            "model where a target is asked for"
+        )
     wanted = set().union(*(_words(Path(split)) for split in splits))
     if exact:  # "test_sft" is not in "test.jsonl"
         named = [file for file, words in files.items() if wanted and wanted <= words]
@@ -148,6 +155,11 @@ def _files_of_split(folder: Path, splits: Sequence[str], exact: bool) -> list[Pa
             f"name, among them {some}"
         )
     return named or unnamed
+
+
+def _holds_weights_or_words(folder: Path) -> bool:
+    """Whether something lies there that only folders of models have beside their configuration."""
+    return (folder / "tokenizer.json").is_file() or any(folder.glob("*.safetensors"))
 
 
 def _words(path: Path) -> set[str]:

@@ -141,6 +141,19 @@ def test_the_embedded_corpus_keeps_its_held_out_packages_apart() -> None:
         load_corpus("stdlib", "trian")
 
 
+def test_the_folder_of_a_model_is_not_taken_for_text(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{\n  "model_type": "llama"\n}\n')
+    (tmp_path / "text.jsonl").write_text('{"text": "x"}\n')
+    # A configuration alone may lie beside text.
+    with pytest.raises(ValueError, match=r"broken rows \(.*config.json:1"):
+        load_corpus(str(tmp_path))
+    for name in ("tokenizer.json", "model-00001-of-00002.safetensors"):
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(ValueError, match="is the folder of a model, not of text: give a corp"):
+            load_corpus(str(tmp_path))
+        (tmp_path / name).unlink()
+
+
 def test_documents_of_joined_tables_of_tokens_stay_apart(tmp_path: Path) -> None:
     for name, documents in (("a", [0, 0, 1]), ("b", [0, 1, 1])):
         rows = [{"input_ids": [1], "labels": [1], "document": d} for d in documents]
