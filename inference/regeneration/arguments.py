@@ -4,7 +4,7 @@ Light: nothing here imports torch or transformers.
 """
 
 from dataclasses import MISSING, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from medusa_heads.settings import above_zero, at_least, flag, folders
 from medusa_heads.shared_flags import BadRowFlag, LoadingFlags
@@ -56,12 +56,13 @@ class RegenerateArguments(LoadingFlags, BadRowFlag):
         MISSING, "The target: a hub id or a folder. For a server: of its tokenizer and config."
     )
     output_dir: str = flag(MISSING, "Folder for the dataset; train-heads takes it as --dataset.")
-    dataset: str = flag(
-        MISSING,
+    dataset: list[str] = flag(
+        [],
         "Where the prompts come from: a hub id, a folder, .jsonl, .json, .parquet, .csv or .txt "
         "files, or 'stdlib' (the sources of Python's own standard library). Read is the first of "
         "these columns that is there: messages or conversations, prompt, input_ids, text (windows "
-        "are drawn from it).",
+        "are drawn from it). Several names and globs are joined.",
+        required=True,
     )
     dataset_split: str = flag("train", "Split of the dataset.")
     dataset_config: str | None = flag(None, "Configuration (subset) of a hub dataset.")
@@ -121,6 +122,9 @@ class RegenerateArguments(LoadingFlags, BadRowFlag):
     strict: bool = flag(False, "Exit with an error if any answer failed or was skipped.")
 
     def __post_init__(self) -> None:
+        named: Any = self.dataset  # in a YAML file, and from Python, one name may stand alone
+        if isinstance(named, str):
+            self.dataset = [named]
         folders(self, "output_dir")
         at_least(self, 1, "prompt_length", "max_new_tokens", "num_workers", "concurrency")
         at_least(self, 1, "num_prompts", "batch_size", "num_shards", "top_k")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from datasets import Dataset
@@ -13,7 +14,7 @@ from medusa_heads.data.sources import PLACE_COLUMN, load_corpus
 
 
 def read_table(
-    name: str,
+    name: str | Sequence[str],
     split: str = "train",
     *,
     config: str | None = None,

@@ -171,6 +171,22 @@ def test_shards_are_datasets_that_are_joined(
     assert load_from_disk(str(tmp_path / "whole"))["input_ids"][:] == whole
 
 
+def test_several_corpora_are_joined_also_with_commas_between_them(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
+    for name in names:
+        Path(name).write_text(f'{{"prompt": "what is {Path(name).stem}"}}\n')
+    read = []
+    for given, reused in ((names, ""), ([",".join(names)], "2 of them by an earlier run")):
+        assert run(folder, tmp_path / "own", "--dataset", *given) == 0
+        assert "asked 2 = done 2" in (shown := capsys.readouterr().out) and reused in shown
+        record = json.loads((tmp_path / "own" / "regeneration.json").read_text())
+        assert record["settings"]["dataset"] == given
+        read.append(load_from_disk(str(tmp_path / "own")).to_dict())
+    assert read[0] == read[1]
+
+
 def test_answers_take_half_of_a_short_context_unless_asked_otherwise(
     folder: Path, tmp_path: Path
 ) -> None:
