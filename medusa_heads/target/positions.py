@@ -14,7 +14,6 @@ et al. 2024, arXiv:2402.13753.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from threading import Lock
 from types import MethodType
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 _TWO_RULES, _FIRST = "longrope", "original_max_position_embeddings"
 _SPARE = 2  # entries that a table of positions may have besides
 TEXT_SLOTS = "text_slots"  # the argument of a forward, which models hand on to their attention
-# Looked for once: a large model has thousands of modules, and a step little time.
-_scaled: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 _WRAPPING = Lock()
 
 
@@ -140,17 +137,18 @@ def scales_by_slot(module: nn.Module) -> bool:
     return bool(its.get("attn_temperature_tuning") and "floor_scale" in its and not its["use_rope"])
 
 
-def text_slots(model: nn.Module, mask: TreeMask) -> dict[str, Tensor]:
-    """What a forward over a tree is given besides, where the model scales queries by slots: those
-    [B, N] that its nodes have in the cache of generate(), left padding included."""
-    if model not in _scaled:
-        found = [each for each in model.modules() if scales_by_slot(each)]
-        with _WRAPPING:
-            for each in found:
-                _take_slots(each)
-        _scaled[model] = bool(found)
-    if not _scaled[model]:
-        return {}
+def take_text_slots(model: nn.Module) -> bool:
+    """Whether a model scales queries by slots; its forwards then take those of the text."""
+    found = [each for each in model.modules() if scales_by_slot(each)]
+    with _WRAPPING:
+        for each in found:
+            _take_slots(each)
+    return bool(found)
+
+
+def text_slots(mask: TreeMask) -> dict[str, Tensor]:
+    """What a forward of such a model over a tree is given besides: the slots [B, N] that its nodes
+    have in the cache of generate(), left padding included."""
     slots_BN = mask.query_positions_BN
     if mask.padding_B is not None:
         slots_BN = slots_BN + mask.padding_B[:, None]

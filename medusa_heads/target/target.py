@@ -30,7 +30,7 @@ from medusa_heads.target.features import HiddenReader
 from medusa_heads.target.fingerprint import lm_head_sha256, weights_sha256
 from medusa_heads.target.loading import load_causal_lm, unwrapped
 from medusa_heads.target.packed import UNPACKED, PackedMatrices
-from medusa_heads.target.positions import text_slots
+from medusa_heads.target.positions import take_text_slots, text_slots
 from medusa_heads.target.recurrent import RecurrentCache, is_recurrent
 from medusa_heads.target.scans import scans_go_on
 from medusa_heads.trees.tree import TokenTree
@@ -68,6 +68,7 @@ class TargetModel(HiddenReader):
             )
         self.model = model
         take_tree_masks()  # before the model is compiled: graphs would not outlive it
+        self._scales_by_slot = take_text_slots(model)
 
     @classmethod
     def from_pretrained(
@@ -238,10 +239,14 @@ class TargetModel(HiddenReader):
                 position_ids=mask.query_positions_BN,
                 use_cache=True,
                 **{self.cache_argument: cache},
-                **text_slots(self.model, mask),
+                **self.text_slots(mask),
                 **fewer,
             ).logits
         return logits_BNV if last is None else logits_BNV[:, -last:]
+
+    def text_slots(self, mask: TreeMask) -> dict[str, Tensor]:
+        """What its forward over a tree is given besides, where it scales queries by slots."""
+        return text_slots(mask) if self._scales_by_slot else {}
 
     @cached_property
     def _can_leave_out(self) -> bool:

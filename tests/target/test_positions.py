@@ -265,7 +265,7 @@ def test_queries_scaled_by_the_length_of_the_cache_are_noticed(
     for layer in model.model.layers:
         layer.self_attn.floor_scale = 8192
     TrainingFreeModel(model, "recycling")
-    monkeypatch.setattr("medusa_heads.target.target.text_slots", lambda model, mask: {})
+    monkeypatch.setattr("medusa_heads.target.target.text_slots", lambda mask: {})
     with pytest.warns(UserWarning, match="verifies a chain of drafts, not a tree: its logits"):
         TrainingFreeModel(deepcopy(model), "suffix")
     monkeypatch.setattr("medusa_heads.inference.engine.probe._SCALED_ALIKE", 8192)

@@ -17,7 +17,7 @@ from torch import Tensor
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.target.attention import TreeMask, mask_of
 from medusa_heads.target.cache import IndexedRowLayer, RowCache, RowLayer
-from medusa_heads.target.positions import TEXT_SLOTS, text_slots
+from medusa_heads.target.positions import TEXT_SLOTS
 from medusa_heads.target.recurrent import CompressedRowLayer, RecurrentCache, StateAndRowLayer
 from medusa_heads.target.stacks import Member, Stacks, put_rows
 
@@ -251,7 +251,7 @@ def explicit_inputs(
         "attention_mask": explicit_masks(target.config, mask, target.dtype),
         target.cache_argument: cache,
         "use_cache": True,
-        **text_slots(target.model, mask),
+        **target.text_slots(mask),
     }
 
 
