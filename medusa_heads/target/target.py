@@ -32,7 +32,7 @@ from medusa_heads.target.loading import load_causal_lm, unwrapped
 from medusa_heads.target.packed import UNPACKED, PackedMatrices
 from medusa_heads.target.positions import take_text_slots, text_slots
 from medusa_heads.target.recurrent import RecurrentCache, is_recurrent
-from medusa_heads.target.scans import scans_go_on
+from medusa_heads.target.scans import has_scans, scans_go_on
 from medusa_heads.trees.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class TargetModel(HiddenReader):
             )
         self.model = model
         take_tree_masks()  # before the model is compiled: graphs would not outlive it
-        self._scales_by_slot = take_text_slots(model)
+        self._scales_by_slot, self._scans = take_text_slots(model), has_scans(model)
 
     @classmethod
     def from_pretrained(
@@ -233,7 +233,9 @@ class TargetModel(HiddenReader):
         their rows are appended to the cache."""
         fewer = {} if last is None or not self._can_leave_out else {"logits_to_keep": last}
         few = self.packed_for(tokens_BN.numel())
-        with tree_attention(mask), scans_go_on(self.model, cache.layers), few:
+        # Not asked of where none scans: what all models are known by would guard a graph.
+        scans = scans_go_on(self.model, cache.layers) if self._scans else nullcontext()
+        with tree_attention(mask), scans, few:
             logits_BNV: Tensor = self.model(
                 input_ids=tokens_BN,
                 position_ids=mask.query_positions_BN,
