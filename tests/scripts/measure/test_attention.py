@@ -24,7 +24,7 @@ FEW = [
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="there is a GPU")
 def test_it_needs_a_gpu(refused: Refused) -> None:
-    assert "got 'cuda'" in refused(main, FEW)
+    assert "the device 'cuda' cannot be used here" in refused(main, FEW)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="there is no GPU")
