@@ -207,7 +207,7 @@ class Tensors:
             case 5:
                 label, tensors, said = "another's config", dict(good), layers.PUBLISHED[other][1]
             case 6:
-                key = rng.choice(["num_hidden_layers", "target_hidden_size", "hidden_act"])
+                key = rng.choice(["target_hidden_size", "hidden_act"])
                 inner = dict(said.get("transformer_layer_config", said)) | {key: rng.randint(3, 40)}
                 whole = said | {"transformer_layer_config": inner}
                 label, tensors, said = f"another {key}", dict(good), whole
