@@ -18,11 +18,18 @@ from medusa_heads.inference.acceptance import SampleThenMatch, make_rule
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.capability import capability, check_batch
 from medusa_heads.inference.engine.given.arguments import (
+    check_positions,
     left_padding,
     on_device,
     refuse_unsupported,
 )
 from medusa_heads.inference.engine.given.cache import own_cache
+from medusa_heads.inference.engine.given.media import (
+    has_media,
+    names_of_media,
+    positions_ahead,
+    positions_given,
+)
 from medusa_heads.inference.engine.noise import Noise, Rng
 from medusa_heads.inference.engine.recurrent import decoding_state
 from medusa_heads.inference.engine.rows import Row, ScoreRecorder, StopCheck
@@ -76,10 +83,14 @@ class Beginning:
     ) -> None:
         config = generation_config
         model: Any = target.model
-        refuse_unsupported(config, model.generation_config, model_kwargs)
+        own = model.generation_config
+        refuse_unsupported(config, own, model_kwargs, names_of_media(model))
         model_kwargs["use_cache"] = True
         input_ids_BT = on_device(input_ids_BT, model_kwargs, target.device)
         padding = left_padding(input_ids_BT, config, model_kwargs)
+        self._media = has_media(model, model_kwargs)
+        if not self._media:
+            check_positions(input_ids_BT, padding, model_kwargs)
         trusted = capability(target)
         check_batch(target, padding)
         batch = input_ids_BT.shape[0]
@@ -107,8 +118,11 @@ class Beginning:
         if (rule := position_rule(model)) is not None:
             rule = rule.of_texts(config.max_length, input_ids_BT.shape[1], padding, among)
         if rule is not None:
-            if trusted == "recurrent":
-                raise rule.refusal("beside a recurrent state", "use the target's own generate()")
+            beside = "beside a recurrent state" if trusted == "recurrent" else None
+            if self._media:
+                beside = "in prompts with images, which are not read again"
+            if beside is not None:
+                raise rule.refusal(beside, "use the target's own generate()")
             self.state.position_rule, self.in_whole_steps = rule, False
         self._target, self._drafter, self._rng, self._random = target, drafter, rng, random
         self._input_ids_BT, self._model_kwargs = input_ids_BT, model_kwargs
@@ -138,6 +152,7 @@ class Beginning:
                 self._model_kwargs.pop("logits_to_keep", None)
             with reading as prompt_hidden:
                 logits_BV, hidden_B1D = self._read(ids_BT, last_hidden)
+            self.in_whole_steps &= not any(state.ahead)
         with stats.phase("walk"):
             # The prompt's last token is a tree of one node, verified by the prefill.
             prompt = TokenTree.root_only(ids_BT[:, -1])
@@ -168,11 +183,14 @@ class Beginning:
         """Logits and hidden states at the end of texts, of which the cache has a beginning."""
         cache, model = self.state.cache, self._target.model
         # A cache that was returned earlier holds states to go on from.
-        with scans_go_on(model, cache.layers):
+        positions = positions_given(model, media=self._media)
+        with scans_go_on(model, cache.layers), positions as given:
             # transformers' own: chunked, or from a cache.
             transformers_model: Any = model
             prefilled = transformers_model._prefill(ids_BT, self._config, self._model_kwargs)
             logits_BV = prefilled.logits[:, -1]
+        last_B = [ids_BT.shape[1] - 1 - before for before in self.state.padding]
+        self.state.ahead = positions_ahead(given, last_B)
         # Read at once: a logits processor may run the model itself.
         hidden_B1D = last_hidden()[:, -1:]
         made = prefilled.get(self._target.cache_argument)

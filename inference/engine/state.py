@@ -54,6 +54,8 @@ class DecodingState:
         self.cache = cache  # the target's; holds every committed token but the last
         self.lengths = [row.length for row in rows]  # slots in use, by row
         self.padding = list(padding)  # slots of left padding, by row
+        # By how much each row's positions are ahead of its tokens: an image may take fewer of them.
+        self.ahead = [0] * len(rows)
         self.roots_B: Tensor  # the last committed token, the next tree's node 0
         self.hidden_BD: Tensor  # the target's hidden state that yielded it
         # What drafters keep of the text between two steps, each under a key of its own.
@@ -115,17 +117,20 @@ class DecodingState:
         past, device = max(self.lengths), tree.tokens_BN.device
         self.cache.set_length(past)
         capacity = self.cache.fixed_capacity
-        if capacity is None and min(self.lengths) == past and not any(self.padding):
+        moved = any(self.padding) or any(self.ahead)
+        if capacity is None and min(self.lengths) == past and not moved:
             return self._mask_in_step(tree, past)
         # Made on the host: a transfer each, where a device would start a kernel for each operation.
         padding_B1, lengths_B1 = np.array(self.padding)[:, None], np.array(self.lengths)[:, None]
         slots_S = np.arange(capacity or past + tree.num_nodes)
         valid_BS = torch.from_numpy((slots_S >= padding_B1) & (slots_S < lengths_B1)).to(device)
-        positions_B1 = torch.from_numpy(lengths_B1 - padding_B1).to(device)
-        padding_B, last_B = torch.tensor(self.padding, device=device), None
+        # Where each row's positions begin: windows go by their differences, which stay the same.
+        first_B1 = padding_B1 - np.array(self.ahead)[:, None]
+        positions_B1 = torch.from_numpy(lengths_B1 - first_B1).to(device)
+        first_B, last_B = torch.from_numpy(first_B1[:, 0]).to(device), None
         if self.last_position is not None:
-            last_B = self.last_position - padding_B
-        return padded_mask(tree, valid_BS, positions_B1, last_B, past, padding_B)
+            last_B = self.last_position - first_B
+        return padded_mask(tree, valid_BS, positions_B1, last_B, past, first_B)
 
     def _mask_in_step(self, tree: TokenTree, past: int) -> TreeMask:
         """Of unpadded rows of one length."""
@@ -201,6 +206,7 @@ class DecodingState:
             self.roots_B = self.roots_B[active]
             self.lengths = [self.lengths[i] for i in active]
             self.padding = [self.padding[i] for i in active]
+            self.ahead = [self.ahead[i] for i in active]
         self.rows = [self.rows[i] for i in active]
 
     def join(self, other: DecodingState) -> None:
@@ -227,6 +233,7 @@ class DecodingState:
         self.rows = self.rows + other.rows
         self.lengths = self.lengths + other.lengths
         self.padding = self.padding + other.padding
+        self.ahead = self.ahead + other.ahead
         self._buffers.clear()  # of batches that may not come again
         self.position_rule = self.position_rule or other.position_rule
         if self.last_position is not None and other.last_position is not None:
@@ -274,7 +281,7 @@ def padded_mask(
         valid_BS: slots that hold each row's own text.
         positions_B1: where the roots stand in their texts.
         last_B: the last position that a node of each row may have; None where nothing limits it.
-        padding_B: slots of left padding.
+        padding_B: slots before the first position.
     """
     visible_BNS = valid_BS[:, None].repeat(1, tree.num_nodes, 1)
     slots_N = slots_from(first, tree.num_nodes)

@@ -61,7 +61,6 @@ def load_causal_lm(
         _check_devices(laid)
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
 
     model: Any
     trusted = {"trust_remote_code": trust_remote_code}
@@ -84,7 +83,7 @@ def load_causal_lm(
         try:
             if isinstance(laid, Mapping):
                 _check_modules(laid, name, options | kwargs | trusted)
-            model = AutoModelForCausalLM.from_pretrained(
+            model = _loader(name, options | kwargs | trusted).from_pretrained(
                 name, dtype=dtype, **trusted, **options | kwargs
             )
         except torch.OutOfMemoryError:
@@ -130,6 +129,23 @@ def _stored_form(name: str, **kwargs: Any) -> StoredForm | None:
         return None
 
 
+def _loader(name: str, kwargs: Mapping[str, Any]) -> Any:
+    """What transformers loads the model with: as a causal LM, or as one that reads images too where
+    it is known as nothing else."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    with suppress(Exception):  # of what cannot be read loading says more
+        config = AutoConfig.from_pretrained(name, **{k: kwargs[k] for k in _ASKED if k in kwargs})
+        kind: Any = type(config)
+        of_text, of_images = (
+            kind in loader._model_mapping
+            for loader in (AutoModelForCausalLM, AutoModelForImageTextToText)
+        )
+        if of_images and not of_text:
+            return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
 def _check_devices(device_map: Mapping[str, Any]) -> None:
     """Raises ValueError: it names a device that is not here."""
     for place in device_map.values():
@@ -142,7 +158,7 @@ def _check_devices(device_map: Mapping[str, Any]) -> None:
 def _check_modules(device_map: Mapping[str, Any], name: str, kwargs: Mapping[str, Any]) -> None:
     """Raises ValueError: it names a part that a causal LM does not have. transformers passes over
     such names, and what they should have placed lies elsewhere."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     trusted = {"trust_remote_code": kwargs["trust_remote_code"]}
     try:
@@ -150,7 +166,7 @@ def _check_modules(device_map: Mapping[str, Any], name: str, kwargs: Mapping[str
     except (OSError, ValueError):
         return  # an adapter's folder has none of its own; of all others loading says what is amiss
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, **trusted)
+        model: Any = _loader(name, kwargs).from_config(config, **trusted)
     named = model.named_modules, model.named_parameters, model.named_buffers
     known = {part for of in named for part, _ in of()}
     if unknown := [part for part in device_map if part not in known]:

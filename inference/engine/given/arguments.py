@@ -6,7 +6,7 @@ Shapes: B rows, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -15,18 +15,22 @@ from transformers import GenerationConfig
 
 from medusa_heads.cache_names import CACHE_NAMES
 from medusa_heads.inference.engine.given.cache import held_tokens
+from medusa_heads.inference.engine.given.media import is_said
 
 _READ_HERE = (
     *("attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep"),
     *(*CACHE_NAMES, "output_attentions", "output_hidden_states"),
 )
-_GIVEN_AS = {"mm_encoder_outputs": "pixel_values and what else makes images or videos"}
 
 
 def refuse_unsupported(
-    config: GenerationConfig, own: GenerationConfig, model_kwargs: dict[str, Any]
+    config: GenerationConfig,
+    own: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    with_prompt: Collection[str] = (),
 ) -> None:
-    """Refuse by name what would otherwise be ignored in silence."""
+    """Refuse by name what would otherwise be ignored in silence, which is not read with the prompt
+    alone."""
     refusals = {
         "num_beams > 1": (config.num_beams or 1) > 1,
         # Training turns it off, and fine-tuned models are saved so.
@@ -46,10 +50,8 @@ def refuse_unsupported(
     refused = [name for name, asked in refusals.items() if asked]
     # What the model would read in every forward, but is not handed on with a tree.
     for name, value in model_kwargs.items():
-        # Of text alone, generate() itself gives multimodal models no images, in an empty dict.
-        unsaid = value is None or value is False or (isinstance(value, Mapping) and not value)
-        if name not in _READ_HERE and not unsaid:
-            refused.append(_GIVEN_AS.get(name, name))
+        if name not in _READ_HERE and name not in with_prompt and is_said(value):
+            refused.append(name)
     if refused:
         raise ValueError(
             f"tree decoding does not support {', '.join(refused)}: leave it out, or call the "
@@ -73,20 +75,12 @@ def left_padding(
     """Padded slots at the left of each row.
 
     Raises:
-        ValueError: there is no row, or mask and positions are not those of these tokens.
+        ValueError: there is no row, or the mask is not one of these tokens.
     """
     if not len(input_ids_BT):
         raise ValueError(
             f"input_ids must have a row for each text, got none: {list(input_ids_BT.shape)}"
         )
-    padding = _masked(input_ids_BT, config, model_kwargs)
-    _check_positions(input_ids_BT, padding, model_kwargs)
-    return padding
-
-
-def _masked(
-    input_ids_BT: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
-) -> list[int]:
     rows, tokens = input_ids_BT.shape
     given: Tensor | None = model_kwargs.get("attention_mask")
     if given is not None and given.ndim == 2 and given.shape[0] == 1:  # of all rows
@@ -113,11 +107,13 @@ def _masked(
     return padding_B.tolist()
 
 
-def _check_positions(
-    input_ids_BT: Tensor, padding: list[int], model_kwargs: dict[str, Any]
-) -> None:
-    """Positions that generate() makes itself pass; others would be forgotten after the prompt. Of
-    images it makes several for each token, [.., B, T], which are one in text alone."""
+def check_positions(input_ids_BT: Tensor, padding: list[int], model_kwargs: dict[str, Any]) -> None:
+    """Positions of text that generate() makes itself pass; others would be forgotten after the
+    prompt. Models that read images have several for each token, [.., B, T], which are one in text.
+
+    Raises:
+        ValueError: they are others.
+    """
     given: Tensor | None = model_kwargs.get("position_ids")
     if given is None:
         return
