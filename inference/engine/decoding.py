@@ -109,7 +109,7 @@ def decode(
                         target, drafter = other
                         state.move_to(target.new_cache(len(state.rows), slots))
                     last_hidden = capturing.enter_context(target.capture_hidden())
-                if state.position_rule and state.position_rule.is_read_again(state.lengths):
+                if state.is_read_again:
                     beginning.read_again(last_hidden, stats)
                 else:
                     take_step(target, drafter, rule, state, last_hidden, stats)

@@ -21,14 +21,12 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from medusa_heads.cache_names import take_cache
 from medusa_heads.errors import UnsupportedArchitecture, forget_frames
-from medusa_heads.inference.acceptance import AcceptanceRule
 from medusa_heads.inference.acceptance.base import look_at_one_row
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.beginning import Beginning
 from medusa_heads.inference.engine.capability import capability, check_batch
 from medusa_heads.inference.engine.decoding import take_step
 from medusa_heads.inference.engine.rows import Row
-from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.target.graphs.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
@@ -189,7 +187,7 @@ class RunningBatch:
         key: Hashable = row
         if together:
             key = state.drawing, *map(_settings, logits_processor)
-        batch = self._batches.setdefault(key, _Batch(beginning.rule, state))
+        batch = self._batches.setdefault(key, _Batch(beginning))
         with self._unbroken(key):
             if batch.state is not state:
                 batch.state.join(state)
@@ -210,14 +208,11 @@ class RunningBatch:
                     torch.inference_mode(not hasattr(self._target.model, "_hf_hook")),
                     self._target.capture_hidden() as last_hidden,
                 ):
-                    take_step(
-                        self._target,
-                        self._drafter,
-                        batch.rule,
-                        batch.state,
-                        last_hidden,
-                        self.stats,
-                    )
+                    rule, state = batch.beginning.rule, batch.state
+                    if state.is_read_again:
+                        batch.beginning.read_again(last_hidden, self.stats)
+                    else:
+                        take_step(self._target, self._drafter, rule, state, last_hidden, self.stats)
                 self._tidy(key)
         failed, self._failed = self._failed, {}
         for fault in failed.values():
@@ -265,11 +260,12 @@ class _Batch:
     """Rows that are drawn alike.
 
     Attributes:
+        beginning: of the first of them.
         slots: of each row, that its text may come to need.
     """
 
-    def __init__(self, rule: AcceptanceRule, state: DecodingState) -> None:
-        self.rule, self.state = rule, state
+    def __init__(self, beginning: Beginning) -> None:
+        self.beginning, self.state = beginning, beginning.state
         self.slots: dict[Row, int] = {}
 
     def fit(self) -> None:

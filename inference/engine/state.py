@@ -95,6 +95,11 @@ class DecodingState:
         return "drawn" if self.noise is None else "keyed"
 
     @property
+    def is_read_again(self) -> bool:
+        """Whether the target reads its one row's whole text anew before the next tree."""
+        return self.position_rule is not None and self.position_rule.is_read_again(self.lengths)
+
+    @property
     def again(self) -> int:
         """Tokens that the target reads besides the next trees, in front of them."""
         return 0

@@ -170,6 +170,19 @@ def test_batches_are_refused_by_name(kind: str) -> None:
     assert not batch.rows
 
 
+@pytest.mark.parametrize("kind", [PHI3, "longrope", "dynamic"])
+@pytest.mark.parametrize("length", [9, LIMIT])
+def test_a_running_batch_of_one_row_crosses_the_limit(kind: str, length: int) -> None:
+    model, ids = tiny(kind), prompt(length)
+    batch = TrainingFreeModel(model, "recycling", compile=False).running_batch(1)
+    expected = written(model, ids, max_new_tokens=40)
+    model(ids[:, :2])
+    row = batch.add(ids, **GREEDY, max_new_tokens=40)
+    while batch.rows:
+        assert not batch.step()
+    assert row.tokens == expected[0, length:].tolist()
+
+
 def test_batches_of_long_texts_alone() -> None:
     model, ids = tiny("longrope"), torch.stack([prompt(LIMIT + 2)[0], prompt(LIMIT + 2)[0] + 9])
     expected = written(model, ids, max_new_tokens=20)
