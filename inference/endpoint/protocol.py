@@ -70,10 +70,13 @@ class Reader:
     Args:
         target: which writes them.
         tokenizer: its own; used by one thread at a time.
+        longest: tokens of prompt and text at which a text ends that nobody limits; None: those of
+            the target's context.
     """
 
-    def __init__(self, target: TargetModel, tokenizer: Any) -> None:
+    def __init__(self, target: TargetModel, tokenizer: Any, longest: int | None = None) -> None:
         self._target, self._tokenizer = target, tokenizer
+        self._longest = target.max_positions if longest is None else longest
         added = getattr(tokenizer, "added_tokens_decoder", {}).items()
         self._special = {entry.content: id for id, entry in added if entry.special}
 
@@ -142,7 +145,7 @@ class Reader:
         return ask_ids(self._tokenizer, [_message(each) for each in messages])
 
     def _max_tokens(self, given: Mapping[str, Any], prompt: int, *, chat: bool) -> int:
-        limit = self._target.max_positions
+        limit = self._longest
         room = _MOST_TOKENS if limit is None else limit - prompt
         usual = max(min(room, _MOST_TOKENS if chat else _COMPLETION_TOKENS), 1)
         asked = [name for name in ("max_completion_tokens", "max_tokens") if name in given]

@@ -22,11 +22,12 @@ class Reading:
     Args:
         target: which writes the texts.
         tokenizer: its own, which this copies.
+        longest: see Reader.
     """
 
-    def __init__(self, target: TargetModel, tokenizer: Any) -> None:
-        self._usual = _Lane(Reader(target, tokenizer), "usual")
-        self._long = _Lane(Reader(target, copy.deepcopy(tokenizer)), "long")
+    def __init__(self, target: TargetModel, tokenizer: Any, longest: int | None = None) -> None:
+        self._usual = _Lane(Reader(target, tokenizer, longest), "usual")
+        self._long = _Lane(Reader(target, copy.deepcopy(tokenizer), longest), "long")
 
     async def read(self, raw: bytes, *, chat: bool) -> Asked:
         """Raises ValueError: what it asks for cannot be had, in one sentence."""

@@ -18,6 +18,7 @@ from medusa_heads.inference.endpoint.origins import origins_of
 from medusa_heads.inference.endpoint.reading import Reading
 from medusa_heads.inference.endpoint.scheduler import Scheduler
 from medusa_heads.target.loading import load_tokenizer
+from medusa_heads.target.positions import longest_of_rows
 
 if TYPE_CHECKING:
     from medusa_heads.inference.models.assisted import AssistedModel
@@ -81,7 +82,8 @@ class Server:
         self.scheduler = Scheduler(
             batch, target.model, decode, queue=queue, cache_bytes=cache_bytes
         )
-        self._reading = Reading(target, tokenizer)
+        longest = longest_of_rows(target.model) if batch.max_rows > 1 else None
+        self._reading = Reading(target, tokenizer, longest)
         self._socket = _listening(host, port)
         address, bound = self._socket.getsockname()[:2]
         called = f"[{host}]" if ":" in host else host

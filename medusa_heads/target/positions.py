@@ -111,6 +111,13 @@ def position_rule(model: PreTrainedModel) -> PositionRule | None:
     return PositionRule(min(limits), "each" if varies or len(limits) > 1 else "one", reads_again)
 
 
+def longest_of_rows(model: PreTrainedModel) -> int | None:
+    """Tokens of a text that rows which do not advance in step may have at most; None where nothing
+    but the context limits them."""
+    rule = position_rule(model)
+    return None if rule is None or rule.beyond == "none" else rule.limit
+
+
 def _limit(module: Any, layer_type: str | None, kind: str) -> int | None:
     if kind == _TWO_RULES:
         rope = module.config.rope_parameters

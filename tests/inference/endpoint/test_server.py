@@ -12,7 +12,9 @@ import pytest
 
 from medusa_heads.inference.endpoint.app import _event
 from medusa_heads.inference.endpoint.server import Server
+from medusa_heads.inference.models.training_free import TrainingFreeModel
 from scripts.prove.serving import joining_wrongly, make_jobs, serve
+from tests.conftest import TinyLlama
 from tests.inference.endpoint.asking import ask, begin, metrics, send
 
 
@@ -66,6 +68,25 @@ def test_streams_and_conversations(server: Server, endless: Any, tokenizer: Any)
     assert ask(server, "/v1/models")[1]["data"][0]["id"] == "tiny"
     assert ask(server, "/health") == (200, {"status": "ok"})
     assert "medusa_heads_generated_tokens_total 24" in metrics(server)
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(2, 40), (1, 64)])
+def test_what_nobody_limits_ends_where_the_positions_of_rows_do(
+    rows: int, tokens: int, tiny_llama: TinyLlama, tokenizer: Any
+) -> None:
+    """Beyond that, rows of a batch would turn one another's positions."""
+    rope: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [8.0] * 8}
+    model = tiny_llama(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=64,
+        rope_parameters=rope | {"original_max_position_embeddings": 40},
+    )
+    turn = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
+    made = TrainingFreeModel(model, "recycling")
+    with Server(made, tokenizer, port=0, max_rows=rows) as server:
+        status, answer = ask(server, "/v1/chat/completions", turn)
+    assert status == 200 and answer["usage"]["total_tokens"] == tokens
 
 
 def test_too_many_are_told_to_come_later(server: Server, endless: Any) -> None:
