@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from medusa_heads.data.pieces import as_written
 from medusa_heads.inference.endpoint.app import make_app
 from medusa_heads.inference.endpoint.origins import origins_of
 from medusa_heads.inference.endpoint.reading import Reading
@@ -74,11 +75,7 @@ class Server:
         if tokenizer is None:
             tokenizer = load_tokenizer(target.name_or_path, revision=target.revision)
         own = copy.deepcopy(tokenizer)  # threads read with it, another one writes
-
-        def decode(ids: list[int]) -> str:
-            text: str = own.decode(ids, skip_special_tokens=True)
-            return text
-
+        decode = as_written(own, skip_special_tokens=True)
         self.scheduler = Scheduler(
             batch, target.model, decode, queue=queue, cache_bytes=cache_bytes
         )

@@ -11,6 +11,7 @@ import torch
 
 from medusa_heads.cache_names import cache_of
 from medusa_heads.data.chat import ask_ids
+from medusa_heads.data.pieces import as_written
 from medusa_heads.data.prompts import stop_ids
 from medusa_heads.files import expanded, replace_file
 from medusa_heads.target.cache import RowCache
@@ -78,7 +79,7 @@ class Conversation:
         # A running text goes on behind the token that ended an answer.
         ended = answer[-1] in stop_ids(self.model.target.model)
         self._text_ids = ids + answer[: len(answer) - ended]
-        content = self._tokenizer.decode(answer, skip_special_tokens=True)
+        content = as_written(self._tokenizer, skip_special_tokens=True)(answer)
         self.messages = [*messages, {"role": "assistant", "content": content}]
         return finished
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from typing import Any
 
-from medusa_heads.data.pieces import Pieces
+from medusa_heads.data.pieces import Pieces, as_written
 
 COLOURS = ("cyan", "yellow")
 
@@ -26,7 +25,7 @@ class StepStreamer:
         **decode_options: Any,
     ) -> None:
         self.tokens: list[int] = []
-        self._decode = partial(tokenizer.decode, **decode_options)
+        self._decode = as_written(tokenizer, **decode_options)
         self._skip_prompt = skip_prompt
         self._group = group
         self._console: Any = None

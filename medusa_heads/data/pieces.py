@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 UNFINISHED = "\ufffd"  # what a tokenizer makes of the first bytes of a character
 _BEFORE = 4  # tokens that the first new ones are decoded with
 _BEGINNING = 3  # further ones that may be the beginning of the character that these begin in
+
+
+def as_written(tokenizer: Any, **options: Any) -> Callable[[list[int]], str]:
+    """A tokenizer's decode() with these options, all spaces left: where one before a full stop is
+    cleaned away, it depends on which tokens are decoded at once."""
+    return partial(tokenizer.decode, clean_up_tokenization_spaces=False, **options)
 
 
 class Pieces:

@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from medusa_heads.inference.endpoint.app import _event
 from medusa_heads.inference.endpoint.server import Server
+from medusa_heads.inference.endpoint.text import Text
 from medusa_heads.inference.models.training_free import TrainingFreeModel
 from scripts.prove.serving import joining_wrongly, make_jobs, serve
 from tests.conftest import TinyLlama
 from tests.inference.endpoint.asking import ask, begin, metrics, send
+from tests.inference.speaking import make_tokenizer
 
 
 @pytest.fixture
@@ -180,6 +183,25 @@ def test_an_event_is_one_line_for_all_clients() -> None:
     said = "a\x85b\u2028c\u2029d\x0be\x1cf\n\U0001f600"
     (line,) = [each for each in _event({"text": said}).splitlines() if each]
     assert json.loads(line.removeprefix("data: ")) == {"text": said} and "\U0001f600" in line
+
+
+def test_spaces_that_a_tokenizer_would_clean_away_stay(endless: Any) -> None:
+    """It would do so within what it decodes at once, and so by how many tokens a step commits."""
+    cleaning, said = make_tokenizer(), "I do n't , he 's ."
+    cleaning.clean_up_tokenization_spaces = True
+    cleaning.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    ids = cleaning(said)["input_ids"]
+    assert cleaning.decode(ids) != said
+    with Server(endless, cleaning, port=0) as server, endless._lock:
+        told: list[str] = []
+        text = Text([1], 99, tell=lambda piece, _: told.append(piece))
+        text.begin(server.scheduler._decode)
+        for start in range(0, len(ids), 3):
+            for token in ids[start : start + 3]:
+                text.put(torch.tensor([token]))
+            text.end_step()
+        text.flush()
+    assert "".join(told) == said
 
 
 def test_what_is_refused_is_counted(server: Server) -> None:
