@@ -77,6 +77,8 @@ class Reader:
     def __init__(self, target: TargetModel, tokenizer: Any, longest: int | None = None) -> None:
         self._target, self._tokenizer = target, tokenizer
         self._longest = target.max_positions if longest is None else longest
+        own = target.model.generation_config.stop_strings or []
+        self._stops = [own] if isinstance(own, str) else list(own)
         added = getattr(tokenizer, "added_tokens_decoder", {}).items()
         self._special = {entry.content: id for id, entry in added if entry.special}
 
@@ -109,11 +111,12 @@ class Reader:
         for name, value in usage.items():
             if name != "include_usage" and (name, value) != ("include_obfuscation", False):
                 raise ValueError(f"stream_options has one option, include_usage, and not {name!r}")
-        stops = _stops(given)
+        stops = _stops(given) or self._stops
         text = Text(
             prompt,
             self._max_tokens(given, len(prompt), chat=chat),
-            _sampling(given),
+            # generate() has no tokenizer here with which to look for strings.
+            _sampling(given) | ({"stop_strings": None} if self._stops else {}),
             _seed(given),
             stops,
             frozenset(self._special[each] for each in stops if each in self._special),

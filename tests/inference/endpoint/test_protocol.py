@@ -178,9 +178,13 @@ def test_what_the_tokenizer_has_and_the_target_has_not(model: Any, tokenizer: An
             read(reader, chat=chat, **body)
 
 
-def test_what_the_target_reads_and_does_not_write_can_be_asked(tokenizer: Any) -> None:
+def test_what_the_target_reads_and_does_not_write_can_be_asked(model: Any, tokenizer: Any) -> None:
     reads: Any = SimpleNamespace(
-        max_positions=None, vocab_size=9, readable=12, check_length=lambda *_: None
+        max_positions=None,
+        vocab_size=9,
+        readable=12,
+        check_length=lambda *_: None,
+        model=model.target.model,
     )
     assert read(Reader(reads, tokenizer), prompt=[11]).text.prompt == [11]
     with pytest.raises(ValueError, match="the target has no token 12"):
@@ -197,7 +201,9 @@ def test_a_target_without_limits_has_one_here(model: Any, tokenizer: Any) -> Non
     def check_length(*_: Any) -> None:
         """Nothing is too long."""
 
-    endless: Any = SimpleNamespace(max_positions=None, readable=97, check_length=check_length)
+    endless: Any = SimpleNamespace(
+        max_positions=None, readable=97, check_length=check_length, model=model.target.model
+    )
     assert read(Reader(endless, tokenizer), chat=True).text.max_tokens == 4096
     with pytest.raises(ValueError, match="max_tokens must be at most 2147483648"):
         read(Reader(endless, tokenizer), max_tokens=1 << 70)

@@ -92,6 +92,24 @@ def test_what_nobody_limits_ends_where_the_positions_of_rows_do(
     assert status == 200 and answer["usage"]["total_tokens"] == tokens
 
 
+@pytest.mark.parametrize("asked", [None, "zz"])
+def test_strings_at_which_the_target_itself_stops(
+    asked: str | None, endless: Any, tokenizer: Any, monkeypatch: Any
+) -> None:
+    """In place of which a request may name others."""
+    ids_1T = tokenizer("abc", return_tensors="pt", return_token_type_ids=False)
+    text_1T = endless.generate(**ids_1T, max_new_tokens=20, do_sample=False)
+    written = tokenizer.decode(text_1T[0, 3:])
+    own = written[7:9]
+    monkeypatch.setattr(endless.target.model.generation_config, "stop_strings", [own])
+    with Server(endless, tokenizer, port=0) as stopping:
+        body = {"prompt": "abc", "max_tokens": 20, "temperature": 0, "stop": asked}
+        status, answer = ask(stopping, "/v1/completions", body)
+    expected = (written.partition(own)[0], "stop") if asked is None else (written, "length")
+    choice = answer["choices"][0] if status == 200 else answer
+    assert (choice["text"], choice["finish_reason"]) == expected
+
+
 def test_too_many_are_told_to_come_later(server: Server, endless: Any) -> None:
     """While the target is held, one text is begun and two wait."""
     taken, refused = [], None
