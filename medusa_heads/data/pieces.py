@@ -9,6 +9,7 @@ from typing import Any
 UNFINISHED = "\ufffd"  # what a tokenizer makes of the first bytes of a character
 _BEFORE = 4  # tokens that the first new ones are decoded with
 _BEGINNING = 3  # further ones that may be the beginning of the character that these begin in
+_WAITING = 16  # tokens that wait for a character to be complete; of more some are broken for good
 
 
 def as_written(tokenizer: Any, **options: Any) -> Callable[[list[int]], str]:
@@ -51,8 +52,25 @@ class Pieces:
         for token in new:
             self._ids.append(token)
             now = self._decode(self._ids)
-            piece += "" if now.endswith(UNFINISHED) else self._added(now)
+            if not now.endswith(UNFINISHED):
+                piece += self._added(now)
+            elif len(self._ids) - self._shown > _WAITING:
+                piece += self._broken(now)
         return piece + (self._added(self._decode(self._ids)) if whole else "")
+
+    def _broken(self, now: str) -> str:
+        """What the tokens so far add, but for the last few, in which a character may begin; nothing
+        where they cannot be taken apart."""
+        end = len(self._ids) - _BEGINNING
+        for place in range(end, end - _BEGINNING - 1, -1):
+            ids, rest = self._ids[:place], self._ids[place:]
+            before = self._decode(ids)
+            if before + self._decode(rest) == now:
+                self._ids = ids
+                piece = self._added(before)
+                self._ids += rest
+                return piece
+        return ""
 
     def _added(self, now: str) -> str:
         """What the text of the tokens so far adds to the last piece."""

@@ -121,3 +121,35 @@ def test_broken_bytes_are_looked_behind_for_a_few_tokens_alone(
     broken = [token for token in before if token % 3] + [1 + 0xFF] * 9
     assert "".join(told(decode, broken, tokenizer.encode(" a").ids[1:], 1)) == " a"
     assert most < 12
+
+
+def of_bytes(ids: list[int]) -> str:
+    return bytes(ids).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("end", ["", "a", "\u20ac", "\U0001f600"])
+@pytest.mark.parametrize("falls_back", [False, True])
+def test_a_long_run_of_broken_bytes_is_told_as_it_comes(
+    falls_back: bool, end: str, tokenizer: Tokenizer
+) -> None:
+    """And what came before is not decoded again with each of them."""
+    most, whole = 0, tokenizer.decode if falls_back else of_bytes
+
+    def decode(ids: list[int]) -> str:
+        nonlocal most
+        most = max(most, len(ids))
+        return whole(ids)
+
+    tokens = [0xA9, 0xE2, 0x82, 0xF0, 0x9F] * 60 + [*end.encode()]
+    if falls_back:
+        tokens = [1 + byte for byte in tokens]
+    pieces = told(decode, [], tokens, 1)
+    assert "".join(pieces) == whole(tokens)
+    assert len(list(filter(None, pieces))) > 20 and most < 64
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0x70, 0xFF), max_size=60), st.integers(2, 9))
+def test_broken_bytes_are_those_of_the_whole_text(tokens: list[int], step: int) -> None:
+    for size in (1, step):
+        assert "".join(told(of_bytes, [], tokens, size)) == of_bytes(tokens)
