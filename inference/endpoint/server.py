@@ -11,6 +11,7 @@ from collections.abc import Collection
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+import torch
 import uvicorn
 
 from medusa_heads.data.pieces import as_written
@@ -18,8 +19,11 @@ from medusa_heads.inference.endpoint.app import make_app
 from medusa_heads.inference.endpoint.origins import origins_of
 from medusa_heads.inference.endpoint.reading import Reading
 from medusa_heads.inference.endpoint.scheduler import Scheduler
+from medusa_heads.inference.engine.running import RunningBatch
+from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.target.loading import load_tokenizer
 from medusa_heads.target.positions import longest_of_rows
+from medusa_heads.target.target import TargetModel
 
 if TYPE_CHECKING:
     from medusa_heads.inference.models.assisted import AssistedModel
@@ -44,7 +48,7 @@ class Server:
 
     Raises:
         ValueError: the port is taken, an origin is none, or the model cannot be decoded in rows
-            that come and go.
+            that come and go, or not by its own generation settings.
 
     Attributes:
         url: where it listens.
@@ -71,6 +75,7 @@ class Server:
         origins = origins_of(allowed_origins)
         target = model.target
         batch = model.running_batch(max_rows)
+        _check_settings(batch, target)
         self.alone = batch.alone
         if tokenizer is None:
             tokenizer = load_tokenizer(target.name_or_path, revision=target.revision)
@@ -167,6 +172,21 @@ class _Listening(uvicorn.Server):
         for connection in [*self.server_state.connections]:
             if (transport := getattr(connection, "transport", None)) is not None:
                 transport.abort()
+
+
+def _check_settings(batch: RunningBatch, target: TargetModel) -> None:
+    """Raises ValueError: settings of the target's own, which clients do not choose, would refuse
+    every request."""
+    ids_11 = torch.zeros(1, 1, dtype=torch.long, device=target.device)
+    short: dict[str, Any] = {"max_new_tokens": 1, "min_new_tokens": None, "min_length": 0}
+    try:
+        batch.add(ids_11, seed=0, do_sample=False, stop_strings=None, **short)
+    except (ValueError, ImportError) as error:
+        raise ValueError(
+            "no request could be answered by the target's own generation settings: "
+            f"{' '.join(str(error).split())}; change its generation_config"
+        ) from error
+    batch.stats = GenerationStats()
 
 
 def _listening(host: str, port: int) -> socket.socket:

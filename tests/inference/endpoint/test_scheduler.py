@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from medusa_heads.inference.endpoint.scheduler import Closed, Overloaded, Scheduler
+from medusa_heads.inference.endpoint.server import Server
 from medusa_heads.inference.engine.running import RunningBatch
 from tests.inference.endpoint.conftest import Told, scheduler_of
 
@@ -247,6 +248,19 @@ def test_models_that_cannot_be_served_are_refused(endless: Any) -> None:
     compiled = type(endless)(model, "suffix", compile=True, compile_backend="eager")
     with pytest.raises(ValueError, match="leave compile out"):
         compiled.running_batch(2)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "named"),
+    [("num_beams", 2, "num_beams"), ("cache_implementation", "static", "cache_implementation")],
+)
+def test_settings_that_would_refuse_every_request_are_refused_at_once(
+    setting: str, value: Any, named: str, endless: Any, tokenizer: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(endless.target.model.generation_config, setting, value)
+    sentence = f"no request could be answered by the target's own generation settings: .*{named}"
+    with pytest.raises(ValueError, match=sentence):
+        Server(endless, tokenizer, port=0)
 
 
 def test_rows_join_while_generate_runs_beside_them(endless: Any, tokenizer: Any) -> None:
