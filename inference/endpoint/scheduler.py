@@ -165,8 +165,10 @@ class Scheduler:
                 ids_1T, text, seed=text.seed, max_new_tokens=text.max_tokens, **text.options
             )
         # Whatever a model's own code raises on one text, the others go on.
-        except Exception as fault:
+        except BaseException as fault:
             self._end(text, "failed", fault)
+            if not isinstance(fault, Exception):
+                raise
             return
         self.metrics.prompt_tokens += len(text.prompt)
         self._running[row] = text
@@ -180,7 +182,7 @@ class Scheduler:
         del self._running[row]
         self._end(text, "stop" if row.tokens[-1] in stop_ids(self._model) else "length")
 
-    def _end(self, text: Text, ending: Ending, fault: Exception | None = None) -> None:
+    def _end(self, text: Text, ending: Ending, fault: BaseException | None = None) -> None:
         if ending in ("stop", "length"):
             try:
                 text.flush()
@@ -216,11 +218,11 @@ class Scheduler:
         self._thread.join()
 
     def _run(self) -> None:
-        reason: Exception = Closed("the server is going down")
+        reason: BaseException = Closed("the server is going down")
         try:
             while self._wait():
                 self.turn()
-        except Exception as fault:
+        except BaseException as fault:  # also of libraries in Rust: nobody is to wait for ever
             _LOG.exception("the scheduler ended")
             reason = fault
         with self._changed:

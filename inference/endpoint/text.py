@@ -42,7 +42,7 @@ class Text:
     tell: Callable[[str, Ending | None], None] = lambda piece, ending: None
     tokens: int = 0
     ending: Ending | None = None
-    fault: Exception | None = None
+    fault: BaseException | None = None
     asked_at: float = field(default_factory=time.perf_counter)
     stopped: bool = False
     _held: str = ""  # may be the beginning of a string to stop at
@@ -78,7 +78,7 @@ class Text:
             held, self._held = self._held, ""
             self._say(held)
 
-    def end(self, ending: Ending, fault: Exception | None = None) -> None:
+    def end(self, ending: Ending, fault: BaseException | None = None) -> None:
         """Nothing more is written; one that was written to its end has been flushed."""
         self.ending, self.fault = ("stop" if self.stopped else ending), fault
         self.tell("", self.ending)

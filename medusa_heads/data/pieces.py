@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 UNFINISHED = "\ufffd"  # what a tokenizer makes of the first bytes of a character
@@ -14,8 +13,18 @@ _WAITING = 16  # tokens that wait for a character to be complete; of more some a
 
 def as_written(tokenizer: Any, **options: Any) -> Callable[[list[int]], str]:
     """A tokenizer's decode() with these options, all spaces left: where one before a full stop is
-    cleaned away, it depends on which tokens are decoded at once."""
-    return partial(tokenizer.decode, clean_up_tokenization_spaces=False, **options)
+    cleaned away, it depends on which tokens are decoded at once. Where a library in Rust panics, a
+    RuntimeError is raised: what it raises itself is no Exception."""
+
+    def decode(ids: list[int]) -> str:
+        try:
+            return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False, **options))
+        except BaseException as fault:
+            if isinstance(fault, Exception | KeyboardInterrupt | SystemExit):
+                raise
+            raise RuntimeError(f"the tokenizer fails on these tokens ({fault})") from None
+
+    return decode
 
 
 class Pieces:

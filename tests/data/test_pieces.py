@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
-from medusa_heads.data.pieces import UNFINISHED, Pieces
+from medusa_heads.data.pieces import UNFINISHED, Pieces, as_written
 
 Decode = Callable[[list[int]], str]
 GUJARATI = "ગુજરાતી"  # three bytes a letter
@@ -153,3 +154,12 @@ def test_a_long_run_of_broken_bytes_is_told_as_it_comes(
 def test_broken_bytes_are_those_of_the_whole_text(tokens: list[int], step: int) -> None:
     for size in (1, step):
         assert "".join(told(of_bytes, [], tokens, size)) == of_bytes(tokens)
+
+
+def test_where_a_library_in_rust_panics_an_exception_is_raised(tokenizer: Tokenizer) -> None:
+    """Which those who catch every exception would else not catch."""
+    tokenizer = Tokenizer.from_str(tokenizer.to_str())
+    tokenizer.decoder = decoders.Strip("a", 0, 2)
+    panicking = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    with pytest.raises(RuntimeError, match="the tokenizer fails on these tokens"):
+        as_written(panicking)([258])

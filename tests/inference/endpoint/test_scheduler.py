@@ -11,6 +11,7 @@ import torch
 
 from medusa_heads.inference.endpoint.scheduler import Closed, Overloaded, Scheduler
 from medusa_heads.inference.endpoint.server import Server
+from medusa_heads.inference.endpoint.text import Text
 from medusa_heads.inference.engine.running import RunningBatch
 from tests.inference.endpoint.conftest import Told, scheduler_of
 
@@ -238,6 +239,29 @@ def test_the_thread_ends_and_what_was_being_written_fails(endless: Any, tokenize
     with pytest.raises(Closed):
         scheduler.submit(Told("abc", tokenizer, 4).text)
     assert not scheduler.is_open
+
+
+class _Panic(BaseException):
+    """As libraries in Rust raise it: no Exception."""
+
+
+@pytest.mark.parametrize("when", ["begin", "end_step"])
+def test_whatever_ends_the_thread_nobody_waits_for_it(
+    when: str, endless: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And that nothing is written any more can be seen."""
+
+    def fall(*_: Any, **__: Any) -> None:
+        raise _Panic
+
+    monkeypatch.setattr(Text, when, fall)
+    scheduler = scheduler_of(endless, tokenizer, 1)
+    texts = [Told("abc", tokenizer, 3) for _ in range(3)]
+    for told in texts:
+        scheduler.submit(told.text)
+    scheduler._run()
+    assert not scheduler.is_open
+    assert [told.text.ending for told in texts] == ["failed"] * 3
 
 
 def test_models_that_cannot_be_served_are_refused(endless: Any) -> None:
