@@ -17,7 +17,8 @@ LONG = 64 << 10
 
 class Reading:
     """Two threads that read requests while it is entered, in the order in which they come: one for
-    long requests, one for all others. A tokenizer is for one thread at a time.
+    long requests, one for all others. A tokenizer is for one thread at a time: how it cuts and pads
+    is a state of it.
 
     Args:
         target: which writes the texts.
@@ -26,8 +27,10 @@ class Reading:
     """
 
     def __init__(self, target: TargetModel, tokenizer: Any, longest: int | None = None) -> None:
-        self._usual = _Lane(Reader(target, tokenizer, longest), "usual")
-        self._long = _Lane(Reader(target, copy.deepcopy(tokenizer), longest), "long")
+        self._usual, self._long = (
+            _Lane(Reader(target, copy.deepcopy(tokenizer), longest), which)
+            for which in ("usual", "long")
+        )
 
     async def read(self, raw: bytes, *, chat: bool) -> Asked:
         """Raises ValueError: what it asks for cannot be had, in one sentence."""

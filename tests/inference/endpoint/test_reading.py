@@ -53,3 +53,26 @@ def test_both_threads_read_alike(model: Any, tokenizer: Any) -> None:
         short, long = asyncio.run(read(reading))
     assert short.text.prompt == long.text.prompt and short.text.seed == long.text.seed == 1
     assert threading.active_count() == before
+
+
+class _Watched:
+    """A tokenizer that says whether it is the caller's own."""
+
+    def __init__(self, tokenizer: Any, own: bool = True) -> None:
+        self.tokenizer, self.own = tokenizer, own
+
+    def __deepcopy__(self, _: Any) -> _Watched:
+        return _Watched(self.tokenizer, own=False)
+
+    def __call__(self, text: str) -> Any:
+        assert not self.own
+        return self.tokenizer(text)
+
+
+def test_the_callers_own_tokenizer_is_left_to_the_caller(model: Any, tokenizer: Any) -> None:
+    """Who may cut or pad a text with it meanwhile, which is a state of the tokenizer."""
+    with Reading(model.target, _Watched(tokenizer)) as reading:
+        for more in (0, LONG):
+            body = b'{"prompt": "abc"}' + b" " * more
+            asked = asyncio.run(reading.read(body, chat=False))
+            assert asked.text.prompt == tokenizer("abc")["input_ids"]
