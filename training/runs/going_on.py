@@ -35,6 +35,11 @@ class GoingOnTrainer(TaughtTrainer):
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """As TaughtTrainer's; what a checkpoint replaces is measured before."""
         self.beginning = self._losses_of_known_text()
+        if self.model_wrapped is self.model:
+            # An evaluation before marks it as prepared: several processes would not average its
+            # gradients, because accelerate prepares nothing twice.
+            self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+            vars(self.model).pop("_is_accelerate_prepared", None)
         return super().train(*args, **kwargs)
 
     def _compare_with_before(self) -> None:

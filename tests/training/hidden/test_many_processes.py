@@ -16,9 +16,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from medusa_heads.checkpoint.mtp_checkpoint import MTP_WEIGHTS
 from medusa_heads.cli.train_heads import main
 from medusa_heads.training.hidden.layout import Index, shard_name
 from tests.conftest import TinyLlama
+from tests.inference.native_modules import needs_modules, write_checkpoint
 from tests.training.hidden.test_launched import IN_NODES, LAUNCHED
 from tests.training.processes import Failed, run_together
 
@@ -94,6 +96,19 @@ def test_so_many_learn_what_one_does(
         for key in ("eval_loss", "eval_tokens_per_step_16", "steps", "best_step"):
             assert figures[key] == pytest.approx(alone[key], abs=1e-5), (name, key)
         assert loaded(tmp_path / name)["processes"] == count
+
+
+@needs_modules
+def test_a_targets_own_modules(flags: list[str], tmp_path: Path) -> None:
+    """They are measured before they learn, and averaged for all that."""
+    target = write_checkpoint("glm4_moe", tmp_path / "with_modules", right=False)
+    at = flags.index("--num_heads")
+    flags = [*flags[:at], *flags[at + 2 :], "--mtp", "--model_name_or_path", str(target)]
+    assert main(run_of(flags, 1, tmp_path / "one")) == 0
+    run_together(2, tmp_path / "printed", [run_of(flags, 2, tmp_path / "two")])
+    found, expected = (load_file(tmp_path / name / MTP_WEIGHTS) for name in ("two", "one"))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
