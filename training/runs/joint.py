@@ -75,6 +75,13 @@ def adapted(target: TargetModel, config: JointConfig) -> Iterator[PeftModel]:
         reason = first_line(error)
         raise ValueError(f"the target takes no adapter at {modules!r}: {reason}") from error
     try:
+        if lora.target_parameters:  # where there were modules, and peft now finds experts in one
+            others = sorted({name.rpartition(".")[2] for name in lora.target_modules or ()})
+            raise ValueError(
+                f"an adapter at {modules!r} would lie in the parameters of the target's experts, "
+                "which no plain LoRA adapter does, and so it could not be saved: name linear "
+                f"modules of other names, of these {others}"
+            )
         for part in (target.get_output_embeddings(), target.get_input_embeddings()):
             if isinstance(part, BaseTunerLayer):
                 raise ValueError(

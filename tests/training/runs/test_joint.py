@@ -12,6 +12,7 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
+from medusa_heads.checkpoint.adapter import save_adapter
 from medusa_heads.config import HeadsConfig
 from medusa_heads.inference.models.medusa import MedusaModel
 from medusa_heads.target.target import TargetModel
@@ -20,6 +21,7 @@ from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.data.prepare import collate
 from medusa_heads.training.runs.heads import train_heads
 from medusa_heads.training.runs.joint import JointTrainer, adapted
+from scripts.prove.tiny_models import builder
 from tests.pairs import alternately
 from tests.training.joint_cases import SMALL, Rows, arguments, disturb, fresh
 
@@ -163,6 +165,19 @@ def test_a_target_that_cannot_take_an_adapter(
         adapted(target, SMALL),
     ):
         pass
+
+
+def test_an_adapter_that_could_not_be_saved_is_refused_before_it_learns(tmp_path: Path) -> None:
+    """peft puts matrices into the parameters of experts, which are no modules."""
+    target = TargetModel(builder("mixtral")((0.15, 0.15)))
+    with (
+        pytest.raises(ValueError, match=r"experts.*of these \['k_proj', 'o_proj', 'q_proj', 'v_"),
+        adapted(target, SMALL),
+    ):
+        pass
+    assert not any(".lora_" in name for name, _ in target.model.named_parameters())
+    with adapted(target, replace(SMALL, target_modules=["q_proj", "v_proj"])) as model:
+        save_adapter(tmp_path, model, None, torch.float32)
 
 
 def test_joint_training_on_a_target_in_4_bits(tiny_llama: Any, tmp_path: Path) -> None:
