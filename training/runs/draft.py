@@ -96,7 +96,7 @@ def train_draft(
     model = begin_draft(run.target, **draft.beginning(), trust_remote_code=trust_remote_code)
     fit_rate(run.args, TargetModel(model).hidden_size)
     if run.data.is_packed:
-        check_packing(TargetModel(model), _at_once)
+        check_packing(TargetModel(model))
     run.begin(
         {
             "draft": asdict(draft),
@@ -241,9 +241,3 @@ class DraftTrainer(GoingOnTrainer):
         with self.draft.instead_of_logits() as features:
             model(**read, use_cache=False)  # the wrapped model, so that DDP sees the forward
         return features().flatten(0, 1).index_select(0, rows.positions_N), rows, hidden_BTD
-
-
-def _at_once(draft: TargetModel, inputs: Inputs) -> Tensor:
-    """hidden_BTD as the draft reads packed rows when it learns: in one forward, which all processes
-    join."""
-    return draft.hidden(inputs["input_ids"], None, inputs["position_ids"])

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from medusa_heads.checkpoint.draft_checkpoint import check_vocabulary, load_draft
 from medusa_heads.errors import first_line
 from medusa_heads.target.layers import layer_lists
+from medusa_heads.target.recurrent import is_recurrent
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.hidden.meta_target import meta_target
@@ -34,8 +35,8 @@ def begin_draft(
     """A causal LM to be trained as a draft model, in fp32, on the target's device: a named one of
     the target's vocabulary, to go on from; or some of the target's layers, by default a quarter,
     rounded up; with a hidden size, as many fresh ones of that width. Without `weights` its shape
-    alone, on the meta device. Raises ValueError: sizes that cannot be, a quantised target, or
-    another vocabulary."""
+    alone, on the meta device. Raises ValueError: sizes that cannot be, a quantised target, another
+    vocabulary, or a recurrent state, with which nothing drafts."""
     model: Any
     if draft_model is not None:
         trusted: Any = {"trust_remote_code": trust_remote_code}
@@ -50,6 +51,13 @@ def begin_draft(
     else:
         with nullcontext() if weights else torch.device("meta"):
             model = _smaller(target, _chosen(target, num_layers), hidden_size)
+    config = model.config.get_text_config(decoder=True)
+    if is_recurrent(config):
+        raise ValueError(
+            f"a draft model of this kind ({config.model_type}) keeps a recurrent state, which "
+            "cannot go back to where the target refuses a draft: give a draft_model of attention "
+            "layers alone"
+        )
     if not weights:
         return model
     model.to(device=target.device, dtype=torch.float32)

@@ -52,6 +52,7 @@ def test_every_list_with_an_entry_a_layer_is_cut() -> None:
     """Also where the number of layers is the length of one of them."""
     config = tiny_config("nemotron_h")
     config.every_layer = tuple(range(4))
+    config.layers_block_type = ["full_attention", "moe", "linear_attention", "mlp"]
     target = TargetModel(AutoModelForCausalLM.from_config(config))
     draft = draft_shape(target, num_layers=2).config
     assert draft.layers_block_type == [config.layers_block_type[i] for i in (0, 3)]
