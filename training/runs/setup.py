@@ -115,8 +115,8 @@ class Run:
         set_seed(self.args.seed)
 
     def begin(self, facts: Mapping[str, Any]) -> None:
-        """Note what the story should tell of the run; make room, or refuse to go on from another
-        one's checkpoint."""
+        """Note what the story should tell of the run; refuse to go on from another one's
+        checkpoint."""
         check_filled(self.args, None if self.data.is_stream else len(self.data.rows))
         self._facts = facts
         if self.args.process_index == 0:
@@ -126,13 +126,6 @@ class Run:
         self._sums = weights_sums(self.target.model)
         if self.checkpoint is not None:
             check_same_run(self.checkpoint, self.story())
-            if lies_in(self.checkpoint, self.output):
-                return
-        if self._overwrite:
-            remove_trained(self.output)
-        # Which would be mistaken for this run's own; last, because they say whose the others are.
-        for checkpoint in checkpoints(self.output):
-            remove_checkpoint(checkpoint)
 
     def story(self) -> dict[str, Any]:
         """What is run on what, as far as is known by now."""
@@ -151,12 +144,23 @@ class Run:
     ) -> tuple[Mapping[str, float], PredictionOutput]:
         """Train and measure; the metrics of the training, and what was measured. Raises
         RuntimeError where the target's weights changed, which a fault of this program would be."""
+        self._make_room()
         outcome = trainer.train(resume_from_checkpoint=self.checkpoint)
         measured = trainer.predict(self.data.held_out, metric_key_prefix="eval")
         changed = weights_sums(self.target.model, with_adapter=with_adapter) != self._sums
         if any_process(changed, self.args.device):
             raise RuntimeError(f"the target's weights changed while its {what} trained")
         return outcome.metrics, measured
+
+    def _make_room(self) -> None:
+        """Remove what an earlier run has left, now that nothing of this one is refused any more."""
+        if lies_in(self.checkpoint, self.output):
+            return
+        if self._overwrite:
+            remove_trained(self.output)
+        # Which would be mistaken for this run's own; last, because they say whose the others are.
+        for checkpoint in checkpoints(self.output):
+            remove_checkpoint(checkpoint)
 
     def write_figures(
         self,

@@ -167,6 +167,24 @@ def test_a_target_that_cannot_take_an_adapter(
         pass
 
 
+def test_a_run_that_is_refused_late_has_overwritten_nothing(
+    target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"config": HeadsConfig(num_heads=1), "output_dir": tmp_path / "run"}
+    given["training_args"] = arguments(tmp_path, max_steps=2)
+    train_heads(target, make_rows(8), **given)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    given["overwrite_output_dir"] = True
+    for refused, sentence in (
+        ({"hidden_cache": CacheArguments("read", str(tmp_path))}, "holds no hidden states"),
+        ({"joint": replace(SMALL, target_modules=("no_such",))}, "takes no adapter at"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            train_heads(target, make_rows(8), **given, **refused)
+        after = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+        assert after == before
+
+
 def test_an_adapter_that_could_not_be_saved_is_refused_before_it_learns(tmp_path: Path) -> None:
     """peft puts matrices into the parameters of experts, which are no modules."""
     target = TargetModel(builder("mixtral")((0.15, 0.15)))
