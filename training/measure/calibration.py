@@ -188,13 +188,16 @@ def _calibrate(
     calibrations: list[dict[str, Any]] = []
     for head in range(ranks_SK.shape[1]):
         reached_S = _reached(ranks_SK[:, : head + 1])
-        chosen = int(losses_SKG[reached_S, head, :-1].mean(dim=0).argmin())
+        # Where none of the true tokens can be drafted, there is nothing to fit: it stays 1.
+        chosen = (
+            int(losses_SKG[reached_S, head, :-1].mean(dim=0).argmin()) if reached_S.any() else -1
+        )
         reached_S, right_S = reached_S.cpu(), (ranks_SK[reached_S, head] == 0).cpu()
         honest: dict[str, Any] = {
             moment: reliability(confidence_SKG[reached_S, head, g], right_S)
             for moment, g in (("before", -1), ("after", chosen))
         }
-        calibrations.append({"head": head, "temperature": TEMPERATURES[chosen], **honest})
+        calibrations.append({"head": head, "temperature": _GRID[chosen], **honest})
     statistics.temperatures = [calibration["temperature"] for calibration in calibrations]
     if heads.sequential:
         every = -(-len(found.labels_SK) // _SEQUENTIAL_POSITIONS)

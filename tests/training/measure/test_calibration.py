@@ -149,6 +149,14 @@ def test_heads_too_few_for_a_dynamic_tree(
     assert statistics.dynamic_tokens_per_step == {}
 
 
+def test_heads_that_can_draft_nothing_of_a_text(tiny_llama: TinyLlama) -> None:
+    target = TargetModel(tiny_llama(vocab_size=32))
+    heads = new_heads(target, HeadsConfig(num_heads=2, draft_vocab_size=4), torch.arange(4))
+    rows = Dataset.from_dict({"input_ids": [list(range(5, 30))], "labels": [list(range(5, 30))]})
+    statistics, _ = measure_heads(heads, HiddenStates(target), rows)
+    assert statistics.temperatures == [1.0, 1.0]
+
+
 def test_hidden_states_that_are_no_numbers(tiny_llama: TinyLlama) -> None:
     model = tiny_llama()
     with torch.no_grad():
