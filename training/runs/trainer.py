@@ -60,6 +60,7 @@ class TaughtTrainer(Trainer, ABC):
         "bf16_full_eval": False,
         "fp16_full_eval": False,
         "push_to_hub": False,  # the folder as it is, with all that a run leaves there
+        "parallelism_config": None,  # the launch's says how the target is spread
         "save_only_model": False,  # nothing could be resumed, and `auto` would begin anew
     }
 

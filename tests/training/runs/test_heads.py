@@ -256,9 +256,9 @@ def test_the_last_checkpoint_is_resumed(
             "label_smoothing_factor has no place in this training: leave it out, got 0.1",
         ),
         (
-            {"training_args": {"use_cpu": True, "gradient_checkpointing": True}},
+            {"training_args": {"use_cpu": True, "parallelism_config": {"tp_size": 2}}},
             {},
-            "gradient_checkpointing has no place in this training",
+            "parallelism_config has no place in this training",
         ),
         (
             {"training_args": {"use_cpu": True, "bf16_full_eval": True}},
