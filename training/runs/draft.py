@@ -191,6 +191,8 @@ class DraftTrainer(GoingOnTrainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         if self.own_text is not None:
+            # Another process may come here before the first has made the folder.
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
             self.own_text.save(self._own_text_file(output_dir))
         super()._save_rng_state(output_dir)
 

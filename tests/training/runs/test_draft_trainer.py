@@ -203,6 +203,14 @@ def test_a_run_goes_on_in_more_processes_than_have_kept_own_text(
     assert trainer.state.global_step == trainer.state.max_steps
 
 
+def test_own_text_is_kept_before_the_first_process_has_made_the_checkpoints_folder(
+    target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    trainer = trainer_of(target, make_rows(16), tmp_path, 0.5)
+    trainer._save_rng_state(str(tmp_path / "checkpoint-1"))
+    assert (tmp_path / "checkpoint-1" / "own_text-0.json").is_file()
+
+
 def test_training_makes_a_draft_better_and_keeps_the_best(
     target: TargetModel, make_rows: Rows, tmp_path: Path
 ) -> None:
