@@ -201,7 +201,8 @@ def _others(folder: Path, ours: Sequence[Path]) -> str:
     """What other caches in a folder take: nothing removes them but the user."""
     indices = folder.glob(f"*/{INDEX_FILE}")
     others = [index.parent for index in indices if index.parent not in ours]
-    size = sum(path.stat().st_size for other in others for path in other.iterdir())
+    # Without what is hidden: it goes while another run writes there.
+    size = sum(path.stat().st_size for other in others for path in other.glob("[!.]*"))
     return f", beside {decimal(size)} of other texts or targets" if others else ""
 
 
