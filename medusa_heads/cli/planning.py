@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.choices import apply_choice, print_choices
 from medusa_heads.config import IGNORED
+from medusa_heads.files import expanded
 from medusa_heads.inference.regeneration.arguments import DistillArguments
 
 if TYPE_CHECKING:
@@ -73,7 +74,6 @@ def _unmeasured(
     command: Command, args: TrainingArguments, planned: DryRun, begins_as: str | None
 ) -> str | None:
     """Why it is not known what steps take here; None where they can be measured."""
-    from medusa_heads.files import expanded
     from medusa_heads.machine.devices import free_memory
     from medusa_heads.training.arguments.target import TargetArguments
     from medusa_heads.training.hidden.meta_target import weights_on_disk

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from medusa_heads.cli.choices import apply_choice, print_choices
 from medusa_heads.cli.planning import say_warnings, show_plan_of
 from medusa_heads.data.finding import find_names
+from medusa_heads.files import read_json
 from medusa_heads.inference.regeneration.arguments import DistillArguments
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.arguments.target import TargetArguments
@@ -100,7 +101,6 @@ class Command:
             record={"data": asdict(self.to_data), "distillation": asdict(self.to_distill)},
         )
         if args.process_index == 0:
-            from medusa_heads.files import read_json
             from medusa_heads.training.runs.record import METRICS_FILE
 
             report(Path(output_dir))
@@ -167,7 +167,6 @@ class Command:
         num_heads: int,
     ) -> TrainingData:
         """Rows of text that is there, and held-out ones."""
-        from medusa_heads.data.finding import find_names
         from medusa_heads.inference.regeneration.store import own_words
         from medusa_heads.training.data.prepare import prepare_data
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import datasets
 from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets
+from datasets.exceptions import DatasetGenerationError, DatasetsError
 
 from medusa_heads.data.bad_rows import BadRow, BadRows
 from medusa_heads.data.data_files import Refuse, read_rows
@@ -162,21 +164,13 @@ def _read_once(reading: dict[str, Any], features: Features, bad_rows: BadRows) -
     """The rows of files as they were read before, in the cache of `datasets`, or are read now by
     the first process that asks; those that cannot be used go to `bad_rows`. ValueError where the
     cache cannot be written."""
-    from datasets import (
-        are_progress_bars_disabled,
-        config,
-        disable_progress_bars,
-        enable_progress_bars,
-    )
-    from datasets.exceptions import DatasetGenerationError
-
-    check_folder(config.HF_DATASETS_CACHE)
+    check_folder(datasets.config.HF_DATASETS_CACHE)
     stats = [file.stat() for file in reading["files"]]
     versions = tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)
     files = tuple(file.absolute() for file in reading["files"])
     hangs_on = {"versions": versions, "absolute": files, "code": code_sha256(Path(__file__).parent)}
-    shown = not are_progress_bars_disabled()
-    disable_progress_bars()  # they would stand before the one sentence of what is refused
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()  # they would stand before the one sentence of what is refused
     try:
         rows = Dataset.from_generator(
             _told_rows,
@@ -187,7 +181,7 @@ def _read_once(reading: dict[str, Any], features: Features, bad_rows: BadRows) -
         raise error.__cause__ or error from None
     finally:
         if shown:
-            enable_progress_bars()
+            datasets.enable_progress_bars()
     good = rows.data.column(_PROBLEM_COLUMN).null_count  # these come first
     if good < len(rows):
         for row in rows.select(range(good, len(rows))):
@@ -259,7 +253,6 @@ def _check_encodable(plain: dict[str, Any]) -> None:
 
 def _parquet_table(file: Path) -> Dataset:
     """Memory-mapped by datasets, however large."""
-    from datasets.exceptions import DatasetsError
     from datasets.packaged_modules.parquet.parquet import ParquetConfig
     from pyarrow import ArrowException, default_memory_pool
     from pyarrow.dataset import ParquetFragmentScanOptions

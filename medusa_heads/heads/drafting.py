@@ -10,10 +10,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from medusa_heads.heads.base import AnyHeads, DraftHeads
 from medusa_heads.heads.correction import Correction
 from medusa_heads.heads.int8 import Int8Linear
 from medusa_heads.heads.near import NearLinear, PackedLinear
@@ -24,9 +25,6 @@ from medusa_heads.machine import (
     int8_gain,
     packed_gain,
 )
-
-if TYPE_CHECKING:
-    from medusa_heads.heads.base import AnyHeads, DraftHeads
 
 SMALLEST = 1 << 18  # weights of a matrix; of smaller ones the call takes longer than the product
 _PACKED_GAIN = 1.25  # with four rows

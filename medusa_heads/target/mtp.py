@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from medusa_heads.errors import UnsupportedArchitecture, first_line
@@ -146,13 +147,11 @@ def _mtp_model() -> Any:
     Raises:
         ValueError: this version has none whose layers can be run one by one.
     """
-    from transformers import __version__, modeling_layers
-
-    kind = getattr(modeling_layers, "MtpModel", None)
+    kind = getattr(transformers.modeling_layers, "MtpModel", None)
     if not hasattr(kind, "forward_layer"):
         raise ValueError(
             "multi-token-prediction modules need transformers 5.20 or later, and this is "
-            f"{__version__}: update transformers, or {_INSTEAD}"
+            f"{transformers.__version__}: update transformers, or {_INSTEAD}"
         )
     return kind
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import DistributedConfig
 
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
@@ -25,8 +26,6 @@ class PartedTarget(TargetModel):
     def load(cls, arguments: TargetArguments) -> TargetModel:
         """Each process reads its own part of the weights. Raises ValueError: the model cannot be
         cut for so many processes."""
-        from transformers import DistributedConfig
-
         processes = dist.get_world_size()
         empty = meta_target(arguments)
         for name in ("num_attention_heads", "num_key_value_heads"):

@@ -17,6 +17,7 @@ from medusa_heads.cli.decoding import load_model
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.flags.decoding import ModelArguments
 from medusa_heads.cli.training import continue_prompts
+from medusa_heads.config import head_offset
 from medusa_heads.contents import instead_of_heads, is_heads
 from medusa_heads.data.finding import HELD_OUT
 from medusa_heads.files import check_folder, expanded
@@ -142,8 +143,6 @@ def _own_text(target: TargetModel, tokenizer: Any, corpus: Corpus, tokens: int) 
 
 def _table(statistics: HeadStatistics) -> Table:
     """How often each head holds the true token, and its temperature."""
-    from medusa_heads.config import head_offset
-
     columns = ["head", "token ahead", *(f"top-{k}" for k in _TOP), "T"]
     shares = zip(*(statistics.top_k_accuracy(k) for k in _TOP), strict=True)
     cells = [

@@ -10,6 +10,7 @@ from dataclasses import MISSING, asdict, dataclass
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.verbs.calibrate import CalibrateArguments, calibrate
 from medusa_heads.config import HeadsConfig
+from medusa_heads.data.finding import find_names
 from medusa_heads.interop import ReadFormat
 from medusa_heads.settings import flag
 from medusa_heads.shared_flags import MatrixFlag, RemoteCodeFlag
@@ -39,10 +40,7 @@ class ConvertArguments(MatrixFlag, RemoteCodeFlag):
 def convert(arguments: ConvertArguments) -> None:
     """Convert, say what was found, and measure the heads where there is text."""
     if arguments.corpus:
-        from medusa_heads.data.finding import find_names
-
         find_names(arguments.corpus)  # a mistyped path is answered before anything is written
-
     from medusa_heads.interop.convert import convert_heads
 
     given = asdict(arguments)
