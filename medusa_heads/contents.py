@@ -24,7 +24,6 @@ _FOREIGN_KEYS = ("speculators_config", "medusa_num_heads", "hydra_num_heads", "d
 
 
 def is_heads(folder: str | os.PathLike[str]) -> bool:
-    """Whether heads of this package lie there."""
     return (Path(folder) / SIDECAR_FILE).is_file()
 
 

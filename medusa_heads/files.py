@@ -121,7 +121,6 @@ def lock_folder(folder: Path, *, shared: bool = False) -> int | None:
 
 
 def _rights_here(folder: Path) -> int:
-    """The rights that the system gives to a new file."""
     probe = folder / f".{os.urandom(8).hex()}"
     probe.touch()
     rights = probe.stat().st_mode

@@ -27,7 +27,6 @@ class Look:
     colours: tuple[str, ...]
 
     def settings(self) -> dict[str, Any]:
-        """What matplotlib calls them."""
         inks = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")
         papers = ("figure.facecolor", "axes.facecolor", "savefig.facecolor", "legend.facecolor")
         return {

@@ -125,7 +125,6 @@ def _clock(kept: Mapping[str, Any]) -> Clock:
 
 
 def _measure_steps(target: TargetModel) -> dict[int, float]:
-    """Seconds by the tokens that are verified."""
     sizes = sizes_for(target)
     few = [size for size in _FEW_SIZES if size in sizes]
     chains = {size: RandomChain(size, target.vocab_size) for size in sizes}

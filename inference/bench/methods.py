@@ -76,7 +76,6 @@ class Models:
 
     @cached_property
     def in_steps(self) -> CompiledTarget:
-        """The same for those that compile whole steps."""
         return CompiledTarget(self.target.model, whole_steps=True)
 
     @cached_property
@@ -114,7 +113,6 @@ def _parts(name: str) -> _Parts:
 
 
 def needs_heads(methods: Sequence[str]) -> bool:
-    """Whether one of them decodes with trained heads."""
     return any("heads" in _parts(name).needs for name in methods)
 
 

@@ -50,7 +50,6 @@ def identity_cell(share: float, prompts: int) -> str:
 
 
 def _category_rows(setting: Mapping[str, Any]) -> Rows | None:
-    """Speed-ups of every method, a category a row."""
     methods = setting["methods"]
     rows = [
         [category, *(f"{method['by_category'][category]['speedup']:.2f}" for method in methods)]

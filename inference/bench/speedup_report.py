@@ -111,7 +111,6 @@ def _in_rows(batch: Mapping[str, Any]) -> str:
 
 
 def break_even_sentence(report: Mapping[str, Any]) -> str:
-    """Up to which batch size drafting pays, in words."""
     sizes = [batch["batch_size"] for batch in report["batches"]]
     rows: float | None = report["break_even_batch_size"]
     if rows is None:

@@ -130,7 +130,6 @@ class TextsOnDevice(OnDevice):
         self._last_2BL.fill_(-1)
 
     def advance(self, state: DeviceState, counts_2G: Tensor) -> Continuation:
-        """See Texts."""
         following_BP, fresh_B1 = state.following_BP, state.fresh_B[:, None]
         _learn(counts_2G, Continuation(*self._last_2BL), following_BP, state.fresh_B)
         ahead_P = torch.arange(following_BP.shape[1], device=following_BP.device)

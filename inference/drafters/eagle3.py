@@ -86,7 +86,6 @@ class Eagle3TextOnDevice(MemoryOnDevice):
     """The same between steps that are one graph."""
 
     def advance(self, state: DeviceState) -> Branches:
-        """See Eagle3Text."""
         assert self.out_BO is not None
         # The last token of each text stands behind all positions, and drafts behind that.
         drafts, ends_B = _Drafts(self._held_GBASE, self._capacity + 1), self._lengths_B - 1

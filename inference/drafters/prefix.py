@@ -120,7 +120,6 @@ class PrefixMemoryOnDevice(MemoryOnDevice):
     """The same between steps that are one graph."""
 
     def advance(self, state: DeviceState) -> Tensor:
-        """See PrefixMemory."""
         assert self.out_BO is not None
         return self.out_BO
 

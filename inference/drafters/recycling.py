@@ -146,7 +146,6 @@ class RecycledTrees(Drafter):
         return successors
 
     def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:
-        """See RecyclingSource."""
         successors_VR, log_chances_VR = self._matrix(logits_BNV.device)
         tokens_M, logits_MV = tree.tokens_BN.flatten().contiguous(), logits_BNV.flatten(0, 1)
         # All nodes of one token write what the last of them says: whose is written last, nobody

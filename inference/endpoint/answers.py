@@ -58,7 +58,6 @@ class Answer:
         return "chat.completion.chunk" if self._chat else self._kind
 
     def usage(self) -> dict[str, int]:
-        """How many tokens were read and written."""
         read, written = len(self._text.prompt), self._text.tokens
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 

@@ -59,7 +59,6 @@ class Metrics:
         return min(max(math.ceil(mean * queued / self._batch.max_rows), 1), _LONGEST_WAIT)
 
     def text(self) -> str:
-        """All of them."""
         return "".join(f"{line}\n" for line in self._lines())
 
     def _lines(self) -> Iterator[str]:

@@ -75,7 +75,6 @@ class CorpusIndex:
         return int(np.count_nonzero(self._tokens_C != _MARK))
 
     def digest(self) -> str:
-        """Of its tokens."""
         return hashlib.sha256(self._tokens_C.tobytes()).hexdigest()
 
     @property

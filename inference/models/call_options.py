@@ -37,7 +37,6 @@ class Vocabulary(NamedTuple):
 
     @classmethod
     def of(cls, target: TargetModel) -> Vocabulary:
-        """That of a target as it is now."""
         return cls(target.vocab_size, target.readable)
 
     def check(self, target: TargetModel) -> None:

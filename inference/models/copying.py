@@ -35,7 +35,6 @@ class Copied:
         return made
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raises ValueError."""
         name = type(self).__name__
         raise ValueError(
             f"a {name} cannot be pickled: make it with {name}.from_pretrained where it is needed, "

@@ -46,7 +46,6 @@ class TreeSize:
 
     @property
     def nodes(self) -> int:
-        """Drafted nodes."""
         return _nodes(self.tree)
 
     @property

@@ -245,7 +245,6 @@ class _Progress(tqdm):
         super().__init__(total=rows, desc=what, disable=not shown, **options)
 
     def passed(self, dialogues: Dialogues) -> Iterator[Dialogue]:
-        """The dialogues, counted."""
         for dialogue in dialogues:
             yield dialogue
             self.update()

@@ -80,7 +80,6 @@ class AnswerStore:
         self._synced_at = time.monotonic()
 
     def get(self, prompt: Prompt) -> Answer | None:
-        """The answer, if there is one."""
         at = self._places.get(_short(prompt.key))
         answer = None if at is None else _read_line(self._line(at), prompt.key)
         return answer or self._passing.get(prompt.key)

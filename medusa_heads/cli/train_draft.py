@@ -64,7 +64,6 @@ def train(
 
 
 def _report(folder: Path) -> None:
-    """What was learnt, and where it lies."""
     from rich.console import Console
 
     from medusa_heads.checkpoint.draft_checkpoint import read_draft_sidecar

@@ -52,14 +52,12 @@ class Ragged(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> Ragged:
-        """From lists."""
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
         values = np.fromiter(chain.from_iterable(rows), np.int32, int(lengths.sum()))
         return cls(values, ends_of(lengths))
 
     @classmethod
     def joined(cls, parts: Sequence[Ragged]) -> Ragged:
-        """The rows of all parts, one after the other."""
         lengths = [part.lengths for part in parts]
         values = np.concatenate([np.empty(0, np.int32), *(part.values for part in parts)])
         return cls(values, ends_of(np.concatenate([np.empty(0, np.int64), *lengths])))
@@ -76,16 +74,13 @@ class Ragged(NamedTuple):
 
     @property
     def stretches(self) -> Stretches:
-        """All rows."""
         return self.values, self.starts, self.lengths
 
     def row(self, number: int) -> list[int]:
-        """One row."""
         found: list[int] = self.values[slice(*self.offsets[number : number + 2])].tolist()
         return found
 
     def take(self, numbers: Any) -> Ragged:
-        """The rows of these numbers."""
         return self.part(self.starts[numbers], self.lengths[numbers])
 
     def part(self, starts: Any, lengths: Any) -> Ragged:

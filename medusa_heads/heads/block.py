@@ -77,7 +77,6 @@ class BlockLayers(RotaryLayers):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the layers compute in."""
         return self.norm.weight.dtype
 
     @property
@@ -177,7 +176,6 @@ class BlockHeads(DecoderHeads):
         self.prefix = BlockLayers(config, self._shape())
 
     def encoder(self) -> BlockLayers:
-        """See DraftHeads."""
         layers: BlockLayers = self.prefix
         return layers
 

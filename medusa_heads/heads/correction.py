@@ -71,7 +71,6 @@ class AfterPaths:
     def __call__(
         self, head: int, paths_BFJ: Tensor, above_BF: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """See `After`."""
         logits_B1C, before_BF = self._logits_KB1C[head], paths_BFJ[..., -1]
         if self._correction is None:
             return logits_B1C.expand(-1, before_BF.shape[1], -1), None

@@ -56,7 +56,6 @@ class DecoderHeads(DraftHeads):
         """The layers, and the norm behind them."""
 
     def fuse(self, hidden_RX: Tensor) -> Tensor:
-        """See DraftHeads."""
         if self.config.features is None:
             return hidden_RX
         fused_RD: Tensor = self.encoder().fuse(hidden_RX[..., : -self._width].to(self.dtype))
@@ -69,7 +68,6 @@ class DecoderHeads(DraftHeads):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the layers compute in."""
         dtype: torch.dtype = self.encoder().norm.weight.dtype
         return dtype
 

@@ -202,7 +202,6 @@ class Eagle3Heads(DecoderHeads):
     def keys_and_values(
         self, hidden_BTD: Tensor, following_BT: Tensor, positions_BT: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See Eagle3Layer."""
         embedded_BTD = self.embed(following_BT).to(self.dtype)
         hidden_BTD = hidden_BTD.to(self.dtype)
         return self.decoder.midlayer.keys_and_values(hidden_BTD, embedded_BTD, positions_BT)
@@ -251,7 +250,6 @@ class Branches:
         self._out_BFD, self._sees_BFS = ends_BD[:, None], visible_BS[:, None]
 
     def __call__(self, head: int, paths_BFJ: Tensor, above_BF: Tensor) -> tuple[Tensor, None]:
-        """See `After`."""
         heads = self._heads
         if head:
             own_FF = torch.eye(paths_BFJ.shape[1], dtype=torch.bool, device=paths_BFJ.device)

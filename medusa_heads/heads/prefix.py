@@ -44,7 +44,6 @@ class PrefixLayer(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the layer computes in."""
         return self.down.weight.dtype
 
     @property

@@ -52,7 +52,6 @@ class Push:
     files: Mapping[str, Path | bytes]
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file."""
         return {
             name: len(what) if isinstance(what, bytes) else what.stat().st_size
             for name, what in self.files.items()

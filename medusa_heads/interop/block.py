@@ -227,7 +227,6 @@ def _check_kind(source: Source, said: tuple[Mapping[str, Any], ...], corrected: 
 
 
 def _features(source: Source, said: tuple[Mapping[str, Any], ...], hidden_size: int) -> list[int]:
-    """The layers whose outputs are read."""
     out = one_of_said(said, "target_layer_ids", "dspark_target_layer_ids")
     into = one_of_said(said, key := "aux_hidden_state_layer_ids")
     if into or not out:

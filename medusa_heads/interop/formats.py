@@ -51,7 +51,6 @@ class Format:
     finish: Callable[[Source, Layout], None] | None = None  # what tables cannot say
 
     def recognises(self, source: Source) -> bool:
-        """Whether a source is in this layout."""
         return any(re.fullmatch(self.mark, name) for name in source.files)
 
     def our_name(self, theirs: str) -> str | None:

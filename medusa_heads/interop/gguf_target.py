@@ -115,7 +115,6 @@ def library() -> Any:
 
 
 def _sha256(matrix: Any) -> str | None:
-    """Of a vocabulary matrix in a GGUF file."""
     if matrix.tensor_type.name not in _EXACT:
         return None
     raw = torch.from_numpy(np.array(matrix.data))  # torch wants what it could write to

@@ -114,7 +114,6 @@ class NotingBackend:
         return hash(self.__name__)
 
     def __call__(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The graph, compiled."""
         _made_once(module)
         graph = self._inner(module, inputs)
 

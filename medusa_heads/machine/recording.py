@@ -37,7 +37,6 @@ _CONTAINERS = {dict, OrderedDict, set, list, tuple}  # of which an empty one say
 
 
 def records(device: torch.device) -> bool:
-    """Whether functions can be recorded on it."""
     return device.type == "cuda" and torch.version.hip is None
 
 
@@ -99,7 +98,6 @@ class Recording:
             yield
 
     def replay(self) -> None:
-        """Do it again."""
         self.replays += 1
         self._graph.replay()
 

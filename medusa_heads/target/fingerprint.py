@@ -64,7 +64,6 @@ def weights_sums(model: nn.Module, *, with_adapter: bool = True) -> dict[str, li
 
 
 def file_sha256(path: str | os.PathLike[str]) -> str:
-    """sha256 of a file's bytes."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while part := file.read(_BYTES_AT_ONCE):

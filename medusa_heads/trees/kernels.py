@@ -23,7 +23,6 @@ _FEWEST_COLUMNS = 1024  # of which torch chooses by one small kernel or two
 
 
 def serve(device: torch.device) -> bool:
-    """See Tried."""
     return _tried.serve(device)
 
 
@@ -36,7 +35,6 @@ def grow(
     asked: int,
     merges: bool,
 ) -> Level:
-    """See `levels.grown_level`."""
     given = scores_BF, tokens_BFR, log_probs_BFR, paths_BFJ, kept, asked, merges
     room = tokens_BFR.shape[1] * tokens_BFR.shape[2] <= _MOST_CANDIDATES
     if room and serve(scores_BF.device):
@@ -52,7 +50,6 @@ def choose(
     nodes: int,
     max_depth: int,
 ) -> Chosen:
-    """See `levels.chosen_nodes`."""
     given = scores_BC, tokens_BC, parents_BC, depth_BC, nodes
     if chooses(scores_BC, nodes):
         return Chosen(*chosen_nodes(*given, DEEPER))

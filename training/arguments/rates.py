@@ -37,7 +37,6 @@ class RunArguments(TrainingArguments):
 
 
 def by_width(args: TrainingArguments) -> bool:
-    """Whether the learning rate is a default."""
     return isinstance(args, RunArguments) and args.rates_by_width
 
 

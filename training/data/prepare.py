@@ -55,12 +55,10 @@ class TrainingData:
 
     @property
     def is_stream(self) -> bool:
-        """Whether `rows` is a stream."""
         return is_stream(self.rows)
 
     @property
     def is_packed(self) -> bool:
-        """Whether several documents stand in a row."""
         return "position_ids" in next(iter(self.rows))
 
     def rows_and_learnt(self) -> tuple[int | None, float]:

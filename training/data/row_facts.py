@@ -61,7 +61,6 @@ class RowLimits:
 
     @classmethod
     def of(cls, target: TargetModel) -> RowLimits:
-        """The limits of a target."""
         return cls(target.vocab_size, target.max_positions)
 
     def fit(self, ids: tuple[Any, Any], labels: tuple[Any, Any]) -> bool:

@@ -128,7 +128,6 @@ class _Passes(RepeatExamplesIterable):
 
     @property
     def iter_arrow(self) -> None:
-        """Rows come one by one."""
         return None
 
     def _init_state_dict(self) -> dict[str, Any]:
@@ -172,16 +171,13 @@ class _Passes(RepeatExamplesIterable):
         return _Passes(first, self._make, (*self._changes, (name, given)))
 
     def shuffle_data_sources(self, generator: np.random.Generator) -> _Passes:
-        """With the files of every pass in another order."""
         return self._changed("shuffle_data_sources", generator=generator)
 
     def shard_data_sources(self, num_shards: int, index: int, contiguous: bool = True) -> _Passes:
-        """A share of every pass."""
         given = {"num_shards": num_shards, "index": index, "contiguous": contiguous}
         return self._changed("shard_data_sources", **given)
 
     def reshard_data_sources(self) -> _Passes:
-        """With more shares of every pass."""
         return self._changed("reshard_data_sources")
 
 

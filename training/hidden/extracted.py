@@ -122,7 +122,6 @@ class VllmStates(Forwards):
         return self._llm.llm_engine.engine_core
 
     def close(self) -> None:
-        """End vLLM's processes."""
         self._core.shutdown()
 
     def forget(self) -> None:

@@ -72,7 +72,6 @@ class CacheKey:
         object.__setattr__(self, "features", tuple(self.features))  # JSON has lists
 
     def name(self) -> str:
-        """Of the folder."""
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
 
 
@@ -98,11 +97,9 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """How many there are."""
         return -(-self.rows // self.rows_per_shard)
 
     def places(self, shard: int) -> range:
-        """Those in a shard."""
         first = shard * self.rows_per_shard
         return range(first, min(first + self.rows_per_shard, self.rows))
 
@@ -191,7 +188,6 @@ class Index:
         return ShardShape(checks, states, scales, scales + positions * self.scale_bytes)
 
     def shard_head(self, shard: int) -> bytes:
-        """How a shard begins."""
         return _SHARD_HEAD.pack(_SHARD_MAGIC, self.stamp, shard)
 
     def place_of(self, name: bytes) -> int | None:
@@ -266,7 +262,6 @@ class Index:
 
 
 def shard_name(shard: int) -> str:
-    """Of its file."""
     return f"{shard:06}.states"
 
 

@@ -59,7 +59,6 @@ class Part:
     seed: int | None
 
     def size(self, dtype: torch.dtype) -> int:
-        """The bytes of all states that are to be kept."""
         layout = Layout(len(self.rows), 1, 1, None, dtype_name(dtype))
         positions = int(kept_counts(self.rows, self.key.positions).sum())
         return positions * Index(self.key, layout).position_bytes

@@ -27,7 +27,6 @@ _Of = TypeVar("_Of")
 
 
 def several_processes() -> bool:
-    """Whether this one is of several."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 

@@ -189,7 +189,6 @@ class HiddenCache:
         return decode(states, scales, index)
 
     def _open(self, shard: int) -> Any:
-        """Its bytes, mapped."""
         path = self.folder / shard_name(shard)
         if shard not in self._opened:
             try:

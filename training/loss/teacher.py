@@ -102,7 +102,6 @@ class Lesson:
     rows_C: Tensor
 
     def part(self, pairs: slice) -> Lesson:
-        """The same for some of the pairs."""
         return replace(self, rows_C=self.rows_C[pairs])
 
 

@@ -127,11 +127,9 @@ class _Positions(NamedTuple):
     place_S: Tensor
 
     def part(self, which: Any) -> _Positions:
-        """Some of them."""
         return _Positions(*(of_S[which] for of_S in self))
 
     def split(self, step: int) -> Iterable[_Positions]:
-        """So many after so many."""
         return (self.part(slice(i, i + step)) for i in range(0, len(self.start_S), step))
 
 

@@ -26,7 +26,6 @@ class FreshHeads(MedusaHeads):
 
     @classmethod
     def like(cls, heads: DraftHeads, target: TargetModel) -> FreshHeads:
-        """What `heads` were when they were made."""
         config = heads.config
         fresh = cls(
             HeadsConfig(
@@ -51,7 +50,6 @@ class FreshHeads(MedusaHeads):
         return hidden_RX[..., -(self.config.hidden_size or 0) :]
 
     def features(self, hidden_RD: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
-        """See DraftHeads."""
         return self._inputs(hidden_RD)
 
 

@@ -145,7 +145,6 @@ def markdown(report: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
 
 
 def headline(report: Mapping[str, Any]) -> str:
-    """The run in a sentence."""
     best, training = report["tokens_per_step"], report["training"]
     picked = ""
     if training["best_step"] not in (None, training["steps"]):
@@ -158,12 +157,10 @@ def headline(report: Mapping[str, Any]) -> str:
 
 
 def tables(report: Mapping[str, Any]) -> list[Table]:
-    """The report for the screen."""
     return [on_screen(name, rows) for name, rows in _tables(report).items()]
 
 
 def _tables(report: Mapping[str, Any]) -> dict[str, Rows]:
-    """Columns and rows, by title."""
     calibration = {entry["head"]: entry for entry in report["calibration"]}
     heads = []
     for entry in report["accuracy"]:

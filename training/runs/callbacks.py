@@ -91,7 +91,6 @@ class Interruptions(TrainerCallback):
         signal.signal(signal.SIGTERM, self._handler_before or signal.SIG_DFL)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Decide what else is to be done after this step."""
         if state.global_step >= state.max_steps:
             control.should_evaluate |= args.eval_strategy == IntervalStrategy.STEPS
             control.should_save |= args.save_strategy == SaveStrategy.STEPS
@@ -103,13 +102,11 @@ class Interruptions(TrainerCallback):
         control.should_log |= control.should_save or control.should_evaluate
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """As after a step."""
         if self._stopping:
             control.should_save = control.should_training_stop = True
         control.should_log |= control.should_save or control.should_evaluate
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the process where it was told to."""
         if self._stopping:
             if state.is_world_process_zero:
                 logger.warning(
@@ -142,7 +139,6 @@ class Pace(TrainerCallback):
         self._began = 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Its first batch is at hand."""
         self._began = time.perf_counter()
 
     def on_step_end(self, args: Any, *_: Any, **__: Any) -> None:

@@ -212,7 +212,6 @@ def train_heads(
 
 
 def trainer_of(joint: JointConfig | None) -> type[HeadsTrainer]:
-    """Who trains heads, alone or with an adapter."""
     return HeadsTrainer if joint is None else JointTrainer
 
 

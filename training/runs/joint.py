@@ -243,7 +243,6 @@ class JointTrainer(HeadsTrainer):
         self.health.more_rates["lora_learning_rate"] = self._adapter_rate
 
     def _groups(self) -> list[dict[str, Any]]:
-        """The heads, then the adapter."""
         # All in one where nothing decays, as in checkpoints of earlier versions.
         decaying = self._decaying() if self.args.weight_decay else list(self.heads.parameters())
         of_heads = rate_groups(self.heads, self.args, decaying)

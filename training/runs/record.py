@@ -79,7 +79,6 @@ def write_run(folder: str | os.PathLike[str], record: Mapping[str, Any]) -> None
 
 
 def to_yaml(content: Mapping[str, Any]) -> str:
-    """Plain data as YAML, in the order given."""
     return str(yaml.safe_dump(_plain(content), sort_keys=False))
 
 

@@ -57,7 +57,6 @@ class Line:
         return cls(most - each * more, each)
 
     def at(self, size: float) -> float:
-        """What a size takes."""
         return self.fixed + self.each * size
 
 

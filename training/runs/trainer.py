@@ -161,7 +161,6 @@ class TaughtTrainer(Trainer, ABC):
             self.args.dataloader_drop_last = drop_last
 
     def _order(self, rows: int, seed: int) -> DrawnOrder:
-        """The order in which rows are drawn."""
         return DrawnOrder(rows, seed)
 
     def train(

@@ -57,7 +57,6 @@ class UnrolledModules(DraftHeads):
         return []
 
     def encoder(self) -> nn.Module:
-        """See DraftHeads."""
         return self.own
 
     def encode(

@@ -255,7 +255,6 @@ class _Window:
             self._levels[level] = guesses[reached:] + guesses[:reached]
 
     def tokens(self) -> list[int]:
-        """All guesses, level by level."""
         return [self._levels[level][column] for level, column in _CELLS]
 
     def learn(self, said: list[int]) -> list[tuple[int, ...]]:

@@ -92,7 +92,6 @@ class BenchmarkArguments(DeviceFlag, RemoteCodeFlag):
 
 
 def benchmark(arguments: BenchmarkArguments) -> None:
-    """Measure, show the tables, write the report."""
     at_least(arguments, 1 if arguments.prompts is None else 0, "num_prompts")
     at_least(arguments, 1, "prompt_length")
     if arguments.prompts is None and arguments.max_prompt_length is not None:
@@ -220,7 +219,6 @@ def _plan(arguments: BenchmarkArguments, has_heads: bool) -> Plan:
 
 
 def _prompts(arguments: BenchmarkArguments, source: Source) -> tuple[list[Prompt], int]:
-    """The prompts, and how many were too long."""
     from medusa_heads.inference.bench.prompts import (
         Prompt,
         choose_prompts,

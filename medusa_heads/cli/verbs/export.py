@@ -31,7 +31,6 @@ class ExportArguments(RemoteCodeFlag):
 
 
 def export(arguments: ExportArguments) -> None:
-    """Export, and say what the user should know."""
     from medusa_heads.interop.export import export_heads, export_modules
 
     modules = is_mtp(expanded(arguments.checkpoint))

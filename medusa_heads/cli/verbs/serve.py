@@ -40,7 +40,6 @@ class ServeArguments(DraftingArguments):
 
 
 def serve(arguments: ServeArguments) -> None:
-    """Answer until the process is told to end."""
     at_least(arguments, 1, "max_rows", "queue")
     at_least(arguments, 0, "port")
     if arguments.cache_gb is not None and not 0 < arguments.cache_gb < math.inf:

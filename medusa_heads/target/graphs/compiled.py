@@ -147,7 +147,6 @@ class CompiledTarget(TargetModel):
         return CompiledTarget(self.model, self._backend, features, self.whole_steps)
 
     def without_packed(self) -> CompiledTarget:
-        """See TargetModel."""
         return self._view(self.features, packs=False) if self.packs else self
 
     @contextmanager

@@ -98,7 +98,6 @@ class ScriptedTarget(CapturedTarget):
                 hook.remove()
 
     def warn(self, reason: str) -> None:
-        """See CapturedTarget."""
         reason = f"decoding goes on without scripts: {reason}"
         warnings.warn(reason, MedusaWarning, stacklevel=3)
 
