@@ -72,16 +72,8 @@ def refuse_model(folder: str | os.PathLike[str]) -> None:
         raise ValueError(f"{str(folder)!r} holds a model ({model}): name another folder for heads")
 
 
-def _is_adapter(folder: str | os.PathLike[str]) -> bool:
-    return (Path(folder) / ADAPTER_CONFIG).is_file()
-
-
-def _is_resumable(folder: str | os.PathLike[str]) -> bool:
-    return (Path(folder) / STATE_FILE).is_file()
-
-
-def _has_resumable(folder: str | os.PathLike[str]) -> bool:
-    return any(Path(folder).glob(f"checkpoint-*/{STATE_FILE}"))
+def _holding(pattern: str) -> Callable[[str | os.PathLike[str]], bool]:
+    return lambda folder: any(path.is_file() for path in Path(folder).glob(pattern))
 
 
 def _is_foreign(folder: str | os.PathLike[str]) -> bool:
@@ -112,14 +104,15 @@ _INSTEAD: dict[Callable[[str | os.PathLike[str]], bool], str] = {
     "--draft_model of its target, or train heads with train-heads",
     is_mtp: "found multi-token-prediction modules: use them with medusa-heads generate and chat, "
     "or write them into a copy of their target with medusa-heads export --to transformers",
-    _is_adapter: "found a LoRA adapter: merge it into its target, and train heads for that",
+    _holding(ADAPTER_CONFIG): "found a LoRA adapter: merge it into its target, and train heads "
+    "for that",
     _is_foreign: "found heads of another project: read them with medusa-heads convert",
     is_model: "found a model without heads: train some with train-heads, convert another project's "
     "with medusa-heads convert, or draft without any (medusa-heads generate --drafter auto)",
-    _is_resumable: "found what training resumes from: let the run end (train-heads "
+    _holding(STATE_FILE): "found what training resumes from: let the run end (train-heads "
     "--resume_from_checkpoint last), and name its output_dir",
-    _has_resumable: "found a run that has not ended: let it end with train-heads "
-    "--resume_from_checkpoint last",
+    _holding(f"checkpoint-*/{STATE_FILE}"): "found a run that has not ended: let it end with "
+    "train-heads --resume_from_checkpoint last",
     lambda path: Path(path).is_file(): "found a file: name the folder that it lies in",
     lambda _: True: "found none: train one with train-heads, or convert another project's with "
     "medusa-heads convert",

@@ -136,7 +136,8 @@ def _files_of_split(folder: Path, splits: Sequence[str], exact: bool) -> list[Pa
             f"the kinds {', '.join(SUFFIXES)}"
         )
     # Its files are JSON too, of which each line would be told as a broken row.
-    if _holds_weights_or_words(folder) and is_model(folder):
+    has_model = (folder / "tokenizer.json").is_file() or any(folder.glob("*.safetensors"))
+    if has_model and is_model(folder):
         raise ValueError(
             f"{str(folder)!r} is the folder of a model, not of text: give a corpus here, and the "
             "model where a target is asked for"
@@ -155,11 +156,6 @@ def _files_of_split(folder: Path, splits: Sequence[str], exact: bool) -> list[Pa
             f"name, among them {some}"
         )
     return named or unnamed
-
-
-def _holds_weights_or_words(folder: Path) -> bool:
-    """Whether something lies there that only folders of models have beside their configuration."""
-    return (folder / "tokenizer.json").is_file() or any(folder.glob("*.safetensors"))
 
 
 def _words(path: Path) -> set[str]:

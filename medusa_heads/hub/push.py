@@ -238,8 +238,9 @@ def push(
     files = dict(prepared.files)
     if CARD_FILE in there and isinstance(files.get(CARD_FILE), bytes):  # a generated one
         with in_one_sentence(repo_id, revision, token):
-            card = Path(api.hf_hub_download(repo_id, CARD_FILE, revision=info.sha)).read_bytes()
-        if _is_somebodys(card.decode(errors="replace")):
+            found = Path(api.hf_hub_download(repo_id, CARD_FILE, revision=info.sha))
+        card = found.read_text(encoding="utf-8", errors="replace")
+        if card.strip("- \t\r\n") and not is_generated(card):  # it has words, of metadata even
             del files[CARD_FILE]
             warnings.warn(
                 f"{CARD_FILE} of {repo_id!r} was written by hand and stays as it is: remove it "
@@ -279,11 +280,6 @@ def _repository(
             raise
         api.create_branch(repo_id, branch=revision, exist_ok=True)
         return api.model_info(repo_id, revision=revision)
-
-
-def _is_somebodys(card: str) -> bool:
-    """Whether a card has words, of its metadata alone even, and no `push` has generated them."""
-    return bool(card.strip("- \t\r\n")) and not is_generated(card)
 
 
 def _check_holds_heads(repo_id: str, files: set[str]) -> None:
