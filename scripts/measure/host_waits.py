@@ -32,7 +32,7 @@ from medusa_heads.cli.decoding import load_model
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.flags.decoding import ModelArguments
 from medusa_heads.inference.models.assisted import AssistedModel
-from medusa_heads.machine.host import UNSEEN, asks
+from medusa_heads.machine.watched import UNSEEN, asks
 from medusa_heads.settings import flag
 from scripts.measure.host_time import Timed, seconds_of_step
 

@@ -9,8 +9,7 @@ import torch
 from torch.utils import _python_dispatch
 
 from medusa_heads.machine.devices import nothing_collected
-from medusa_heads.machine.host import asks
-from medusa_heads.machine.watched import Watched
+from medusa_heads.machine.watched import Watched, asks
 
 
 def test_blocks_of_two_threads_do_not_overlap() -> None:
