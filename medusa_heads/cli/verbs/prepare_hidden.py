@@ -22,9 +22,8 @@ from medusa_heads.inference.regeneration.arguments import DistillArguments
 from medusa_heads.interop.vllm_engine import import_vllm
 from medusa_heads.settings import mapping
 from medusa_heads.training.arguments.batch import fit_batch
-from medusa_heads.training.arguments.cache import CacheArguments
+from medusa_heads.training.arguments.cache import CacheArguments, ExtractionArguments
 from medusa_heads.training.arguments.data import DataArguments
-from medusa_heads.training.arguments.extraction import ExtractionArguments
 from medusa_heads.training.arguments.joint_config import JointConfig
 from medusa_heads.training.arguments.layer import LayerArguments
 from medusa_heads.training.arguments.loss_config import LossConfig
