@@ -18,7 +18,7 @@ from medusa_heads.inference.engine.decoding import decode
 from medusa_heads.inference.engine.noise import RNGS, Rng
 from medusa_heads.inference.engine.running import RunningBatch
 from medusa_heads.inference.engine.stats import GenerationStats
-from medusa_heads.inference.models.call_options import NOT_IN_STEP, Vocabulary, take_own
+from medusa_heads.inference.models import call_options
 from medusa_heads.inference.models.compiling import (
     Compile,
     Views,
@@ -29,7 +29,6 @@ from medusa_heads.inference.models.compiling import (
 )
 from medusa_heads.inference.models.copying import Copied
 from medusa_heads.inference.models.late_compiling import LateCompiling
-from medusa_heads.inference.models.stop_strings import with_stop_strings
 from medusa_heads.target.graphs.captured import CapturedTarget, as_it_is
 from medusa_heads.target.graphs.compiled import CompiledTarget
 from medusa_heads.target.graphs.text_lock import TextLock
@@ -95,7 +94,7 @@ class AssistedModel(Copied, ABC):
         _check_options(acceptance, acceptance_settings, rng, compile)
         target = target if isinstance(target, TargetModel) else TargetModel(target)
         self.target = target.with_features(features)
-        self._vocabulary = Vocabulary.of(self.target)
+        self._vocabulary = call_options.Vocabulary.of(self.target)
         self._late: LateCompiling | None = None
         if compile is not None:
             self.target = compiled_target(self.target, compile, compile_backend)
@@ -169,12 +168,14 @@ class AssistedModel(Copied, ABC):
         Raises:
             ValueError: an option that tree decoding cannot honour, by name.
         """
-        take_own(kwargs, assistant_model)
+        call_options.take_own(kwargs, assistant_model)
         model: Any = self.target.model
         configs = generation_config, model.generation_config
         # generate() hands neither streamer nor tokenizer to a custom decoding method: the one is
         # bound below, the other is needed for stop strings alone.
-        stopping_criteria = with_stop_strings(stopping_criteria, tokenizer, configs, kwargs)
+        stopping_criteria = call_options.with_stop_strings(
+            stopping_criteria, tokenizer, configs, kwargs
+        )
         return model.generate(
             inputs,
             generation_config=generation_config,
@@ -203,7 +204,7 @@ class AssistedModel(Copied, ABC):
                 changed.
         """
         if synced_gpus:
-            raise ValueError(NOT_IN_STEP)
+            raise ValueError(call_options.NOT_IN_STEP)
         if model is not self.target.model:
             raise ValueError(
                 "this decoder is attached to another model: call generate() on its own target"
