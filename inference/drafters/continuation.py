@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from medusa_heads.inference.adapt.paced import Paced
+from medusa_heads.inference.adapt.buckets import Paced
 from medusa_heads.inference.drafters.base import Memory, OnDevice
 from medusa_heads.inference.drafters.text import BOUNDS
 from medusa_heads.inference.engine.state import DecodingState

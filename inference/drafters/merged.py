@@ -13,8 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from medusa_heads.inference.adapt.buckets import Buckets
-from medusa_heads.inference.adapt.paced import Paced
+from medusa_heads.inference.adapt.buckets import Buckets, Paced
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.continuation import Texts
 from medusa_heads.inference.drafters.text import PRIOR, chance_copied
