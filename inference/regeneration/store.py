@@ -193,17 +193,16 @@ def check_output(folder: Path, shard: tuple[int, int]) -> None:
     check_folder(folder)
     if (found := foreign_model(folder)) is not None:
         found = f"a model ({found})"
-    if (found := found or trained_in(folder)) is not None:
+    found = found or trained_in(folder)
+    if found is None and (folder / _STATE_FILE).exists():
+        found = "a dataset that was not made by regenerate"
+        if (folder / RECORD_FILE).exists():
+            there = _shard_of(read_json(folder / RECORD_FILE))
+            if there == shard:
+                return
+            found = "all rows" if there[1] == 1 else "shard {} of {}".format(*there)
+    if found is not None:
         raise ValueError(f"{str(folder)!r} holds {found}: give another output_dir")
-    if not (folder / _STATE_FILE).exists():
-        return
-    whose = "a dataset that was not made by regenerate"
-    if (folder / RECORD_FILE).exists():
-        there = _shard_of(read_json(folder / RECORD_FILE))
-        if there == shard:
-            return
-        whose = "all rows" if there[1] == 1 else "shard {} of {}".format(*there)
-    raise ValueError(f"{str(folder)!r} holds {whose}: give another output_dir")
 
 
 def _shard_of(record: dict[str, Any]) -> tuple[int, int]:

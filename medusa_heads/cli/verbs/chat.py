@@ -145,17 +145,9 @@ class Session:
 
     def _set(self, name: str = "", value: str = "") -> None:
         hints = get_type_hints(ChatArguments)
-        for fixed in (
-            "system",
-            "compile",
-            "compile_late",
-            "compile_steps",
-            "compile_kernels",
-            "capture",
-            "draft_model",
-            *get_type_hints(ModelArguments),
-        ):
+        for fixed in {"system", "capture", "draft_model", *get_type_hints(ModelArguments)}:
             del hints[fixed]
+        hints = {key: hint for key, hint in hints.items() if not key.startswith("compile")}
         if not name:
             say("\n".join(f"{key} {getattr(self.arguments, key)}" for key in hints))
             return
