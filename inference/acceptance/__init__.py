@@ -45,5 +45,4 @@ def make_rule(
         having = [each for each, rule in sorted(RULES.items()) if unknown[0] in rule.settings]
         hint = f"{' and '.join(having)} acceptance has it" if having else "leave it out"
         raise ValueError(f"{name} acceptance has no setting {unknown[0]!r}: {hint}")
-    rule: AcceptanceRule = RULES[name](processors, do_sample, **settings)
-    return rule
+    return RULES[name](processors, do_sample, **settings)

@@ -124,8 +124,7 @@ class Likeliest:
         """Of each row the sum of all tokens' weights, the likeliest one's being 1."""
         scores_WV = logits_WV.float() / self._temperature
         near_0_WV = scores_WV.sub_(scores_WV.amax(dim=-1, keepdim=True))
-        totals: list[float] = near_0_WV.exp_().sum(dim=-1).tolist()
-        return totals
+        return near_0_WV.exp_().sum(dim=-1).tolist()
 
     def _draw(
         self,

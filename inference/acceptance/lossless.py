@@ -103,8 +103,7 @@ class SampleThenMatch:
         """The target's next token behind a node of each of the walking rows."""
         walked = [rows[b] for b in walking]
         if self._is_plain(walked):
-            greedy: list[int] = greediest(_of_nodes(logits_BNV, walking, nodes)).tolist()
-            return greedy
+            return greediest(_of_nodes(logits_BNV, walking, nodes)).tolist()
         drawn: list[int | None] = [None] * len(walked)
         among, noise = self._likeliest, self.noise
         on_host = not _runs_ahead(logits_BNV.device)  # elsewhere a look at scores is a wait

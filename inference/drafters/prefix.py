@@ -32,8 +32,7 @@ def encoded_hidden(heads: DraftHeads, state: DecodingState) -> Tensor:
     memory = state.memories.get(heads)
     if memory is None:
         memory = state.memories[heads] = PrefixMemory(heads, state.rows)
-    encoded_BO: Tensor = memory.advance(state)
-    return encoded_BO
+    return memory.advance(state)
 
 
 def following(heads: DraftHeads, state: DecodingState) -> After:
@@ -43,8 +42,7 @@ def following(heads: DraftHeads, state: DecodingState) -> After:
     memory = state.memories.get(heads)
     if memory is None:
         memory = state.memories[heads] = Eagle3Text(heads, state.rows)
-    after: After = memory.advance(state)
-    return after
+    return memory.advance(state)
 
 
 class PrefixMemory(Memory):

@@ -266,8 +266,7 @@ class DeviceState(DecodingState):
 
     def end(self) -> list[int]:
         """The text is over: how many tokens of each row the cache holds."""
-        lengths: list[int] = self.held_B.tolist()
-        return lengths
+        return self.held_B.tolist()
 
     def written(self) -> list[list[int]]:
         """All new tokens of each row."""

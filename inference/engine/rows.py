@@ -197,8 +197,7 @@ class Row:
         """The row's last tokens, as many as it has of so many."""
         if count <= len(self.tokens):
             return self.tokens[-count:]
-        tokens: list[int] = self.ids_1T()[0, -count:].tolist()
-        return tokens
+        return self.ids_1T()[0, -count:].tolist()
 
     def commit(self, token: int) -> bool:
         """Append a token of the target; whether the row ends with it."""

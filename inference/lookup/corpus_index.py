@@ -101,8 +101,7 @@ class CorpusIndex:
         """So many tokens before a place, the nearest first."""
 
         def window(place: int) -> list[int]:
-            tokens: list[int] = self._tokens_C[place - length : place][::-1].tolist()
-            return tokens
+            return self._tokens_C[place - length : place][::-1].tolist()
 
         return window
 

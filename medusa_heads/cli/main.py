@@ -41,8 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb not in VERBS:
         print(f"medusa-heads: error: unknown verb {verb!r}; {_hint(verb)}", file=sys.stderr)
         return 2
-    code: int = import_module(VERBS[verb][0]).main(rest)
-    return code
+    return import_module(VERBS[verb][0]).main(rest)
 
 
 def _hint(verb: str) -> str:

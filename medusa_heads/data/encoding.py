@@ -77,8 +77,7 @@ class Ragged(NamedTuple):
         return self.values, self.starts, self.lengths
 
     def row(self, number: int) -> list[int]:
-        found: list[int] = self.values[slice(*self.offsets[number : number + 2])].tolist()
-        return found
+        return self.values[slice(*self.offsets[number : number + 2])].tolist()
 
     def take(self, numbers: Any) -> Ragged:
         return self.part(self.starts[numbers], self.lengths[numbers])

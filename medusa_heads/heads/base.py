@@ -205,8 +205,7 @@ class DraftHeads(nn.Module, ABC):
         if self.prefix is None:
             return hidden_BTD
         following_BTD = self.embed(F.pad(input_ids_BT[:, 1:], (0, 1)))
-        encoded_BTE: Tensor = self.prefix(hidden_BTD, following_BTD, position_ids_BT)
-        return encoded_BTE
+        return self.prefix(hidden_BTD, following_BTD, position_ids_BT)
 
     def encoder(self) -> nn.Module | None:
         """What `encode` runs over whole texts behind `fuse`, where anything does."""

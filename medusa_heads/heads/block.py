@@ -90,8 +90,7 @@ class BlockLayers(RotaryLayers):
 
     def fuse(self, features_RX: Tensor) -> Tensor:
         """One state of the features, side by side: (..., N * D) -> (..., D)."""
-        fused_RD: Tensor = self.fc(features_RX)
-        return fused_RD
+        return self.fc(features_RX)
 
     def read(self, hidden_BTD: Tensor, following_BTD: Tensor) -> Tensor:
         """What the layers read at a position, [B, T, 2 * D]: the target's state, normalised, and
@@ -176,8 +175,7 @@ class BlockHeads(DecoderHeads):
         self.prefix = BlockLayers(config, self._shape())
 
     def encoder(self) -> BlockLayers:
-        layers: BlockLayers = self.prefix
-        return layers
+        return self.prefix
 
     def _shape(self) -> BlockShape:
         assert self.config.hidden_size is not None

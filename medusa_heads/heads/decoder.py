@@ -58,8 +58,7 @@ class DecoderHeads(DraftHeads):
     def fuse(self, hidden_RX: Tensor) -> Tensor:
         if self.config.features is None:
             return hidden_RX
-        fused_RD: Tensor = self.encoder().fuse(hidden_RX[..., : -self._width].to(self.dtype))
-        return fused_RD
+        return self.encoder().fuse(hidden_RX[..., : -self._width].to(self.dtype))
 
     @property
     def _width(self) -> int:
@@ -68,8 +67,7 @@ class DecoderHeads(DraftHeads):
 
     @property
     def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.encoder().norm.weight.dtype
-        return dtype
+        return self.encoder().norm.weight.dtype
 
     def features(self, hidden_RE: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
         """See DraftHeads: what `encode` has made of each head."""

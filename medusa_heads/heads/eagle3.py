@@ -79,8 +79,7 @@ class Eagle3Layer(RotaryLayers):
             **{self._cache_argument: cache},
         )
         x_BTD = residual_BTD + mixed_BTD
-        out_BTD: Tensor = x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
-        return out_BTD
+        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
 
     def keys_and_values(
         self, hidden_BTD: Tensor, embedded_BTD: Tensor, positions_BT: Tensor
@@ -134,8 +133,7 @@ class Eagle3Decoder(nn.Module):
         if self.fc_norm is not None:
             parts = zip(self.fc_norm, features_RX.chunk(len(self.fc_norm), dim=-1), strict=True)
             features_RX = torch.cat([norm(part_RD) for norm, part_RD in parts], dim=-1)
-        fused_RD: Tensor = self.fc(features_RX)
-        return fused_RD
+        return self.fc(features_RX)
 
 
 class Eagle3Heads(DecoderHeads):

@@ -27,8 +27,7 @@ class Fusion(nn.Module):
     def forward(self, hidden_RX: Tensor) -> Tensor:
         features_RND, last_RD = self.split(hidden_RX.to(self.linear.weight.dtype))
         normed_RND = F.rms_norm(features_RND, features_RND.shape[-1:])
-        out_RD: Tensor = last_RD + self.linear(normed_RND.flatten(-2))
-        return out_RD
+        return last_RD + self.linear(normed_RND.flatten(-2))
 
     def split(self, hidden_RX: Tensor) -> tuple[Tensor, Tensor]:
         """The features as the target has them, (..., N, D), and its last hidden state."""

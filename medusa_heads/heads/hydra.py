@@ -36,8 +36,7 @@ class WideBlock(nn.Module):
             self.res_connection.weight[:, :hidden_size].fill_diagonal_(1.0)
 
     def forward(self, x_RW: Tensor) -> Tensor:
-        out: Tensor = self.res_connection(x_RW) + F.silu(self.linear(x_RW))
-        return out
+        return self.res_connection(x_RW) + F.silu(self.linear(x_RW))
 
 
 class HydraHeads(DraftHeads):

@@ -95,8 +95,7 @@ def made_of(weight_OD: Tensor, make: Callable[[Tensor], Made]) -> Made:
     known = _made.get(weight_OD)
     if known is None or known[0] is not make or not torch.equal(known[1], sums_O):
         known = _made[weight_OD] = make, sums_O, make(weight_OD)
-    made: Made = known[2]
-    return made
+    return known[2]
 
 
 def _pack(weight_OD: Tensor) -> tuple[Tensor, ...]:

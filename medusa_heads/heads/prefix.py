@@ -76,8 +76,7 @@ class PrefixLayer(nn.Module):
         """The layer's output [B, T, D] from its input and what attention mixed."""
         x_BTD = x_BTD + self.attention_out(mixed_BATE.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.mlp_norm(x_BTD)).chunk(2, dim=-1)
-        out_BTD: Tensor = x_BTD + self.down(F.silu(gate) * up)
-        return out_BTD
+        return x_BTD + self.down(F.silu(gate) * up)
 
     def _rotary(self, end: int) -> Tensor:
         """Cosines and sines by position [S, 2, 1, 1, E], made anew when a text grows beyond them.
@@ -96,8 +95,7 @@ class PrefixLayer(nn.Module):
 
     def read(self, hidden_BTD: Tensor, following_BTD: Tensor) -> Tensor:
         """The layer's input [B, T, D]: hidden states, and the embeddings of the tokens behind."""
-        read_BTD: Tensor = hidden_BTD.to(self.dtype) + self.token(following_BTD.to(self.dtype))
-        return read_BTD
+        return hidden_BTD.to(self.dtype) + self.token(following_BTD.to(self.dtype))
 
     def forward(
         self, hidden_BTD: Tensor, following_BTD: Tensor, position_ids_BT: Tensor | None = None

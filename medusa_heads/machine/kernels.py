@@ -44,15 +44,13 @@ def has_int8_products() -> bool:
 def pack(weight_OD: Tensor) -> Tensor:
     """A copy in an order of its own, which only `packed_product` reads."""
     kernels: Any = torch.ops.mkldnn
-    packed: Tensor = kernels._reorder_linear_weight(weight_OD.detach(), _PACKED_FOR)
-    return packed
+    return kernels._reorder_linear_weight(weight_OD.detach(), _PACKED_FOR)
 
 
 def packed_product(x: Tensor, packed: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """`linear(x, weight_OD, bias_O)`, (..., D) -> (..., O), rounded as other kernels round."""
     kernels: Any = torch.ops.mkldnn
-    product: Tensor = kernels._linear_pointwise(x, packed, bias_O, "none", [], "")
-    return product
+    return kernels._linear_pointwise(x, packed, bias_O, "none", [], "")
 
 
 def turn(weight_OD: Tensor) -> Tensor:

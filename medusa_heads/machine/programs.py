@@ -45,8 +45,7 @@ class Program:
 
     def __call__(self) -> list[Tensor]:
         """Do it again; what the function returned, flat."""
-        results: list[Tensor] = fx.Interpreter(nn.Module(), graph=self.operations).run(*self.given)
-        return results
+        return fx.Interpreter(nn.Module(), graph=self.operations).run(*self.given)
 
     def compiled(
         self,

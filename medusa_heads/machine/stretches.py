@@ -141,8 +141,7 @@ class Stretch:
             made = compile(module, examples)
 
             def part(*given: Tensor) -> Sequence[Tensor]:  # which has a name, as graphs want it
-                results: Sequence[Tensor] = made(*given)
-                return results
+                return made(*given)
 
             got = part(*examples)
         shares = _shares(examples, got) == _shares(examples, expected)

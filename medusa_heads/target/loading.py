@@ -102,8 +102,7 @@ def load_causal_lm(
         where = find_device()
     if where is not None:
         model.to(where)
-    loaded: PreTrainedModel = model
-    return loaded
+    return model
 
 
 def stored_form(

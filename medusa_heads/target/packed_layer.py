@@ -66,8 +66,7 @@ class PackedLayer:
         if torch.compiler.is_compiling() or is_recorded():
             # No graph knows how a packed matrix lies, nor whether another one was packed since.
             ours = reads_tree() and not torch.is_grad_enabled()
-            product: Tensor = (_in_graphs if ours else linear)(x, layer.weight, layer.bias)
-            return product
+            return (_in_graphs if ours else linear)(x, layer.weight, layer.bias)
         return self.product(x, layer.weight, layer.bias)
 
     def product(self, x: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:

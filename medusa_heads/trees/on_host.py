@@ -112,5 +112,4 @@ def _ancestors(above_BN: _Array, levels: int) -> _Array:
     while reach < levels:
         own = own | own[rows_B1, jump_BN]
         jump_BN, reach = jump_BN[rows_B1, jump_BN], 2 * reach
-    mask: _Array = own if own.ndim == 3 else (own[..., None] >> nodes_N) & 1 != 0
-    return mask
+    return own if own.ndim == 3 else (own[..., None] >> nodes_N) & 1 != 0

@@ -82,8 +82,7 @@ class TokenTree:
         """How many of each row's first nodes follow each other, each the child of the one before
         it; the root is the first."""
         before_N = torch.arange(-1, self.num_nodes - 1, device=self.parents_BN.device)
-        lengths: list[int] = (self.parents_BN == before_N).long().cumprod(dim=1).sum(dim=1).tolist()
-        return lengths
+        return (self.parents_BN == before_N).long().cumprod(dim=1).sum(dim=1).tolist()
 
     def leading_chains(self, most: Sequence[int] | None = None) -> TokenTree:
         """Of each row the first nodes, as far as they follow each other, and at most so many; what

@@ -82,8 +82,7 @@ def rows_loss(
         for name, parameter in block_loss.named_parameters()
         if parameter.requires_grad and parameter not in before
     }
-    loss: Tensor = _Blocks.apply(block_loss, tuple(learning), blocks, hidden_RD, *learning.values())
-    return loss
+    return _Blocks.apply(block_loss, tuple(learning), blocks, hidden_RD, *learning.values())
 
 
 class _BlockLoss(nn.Module):

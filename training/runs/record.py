@@ -171,5 +171,4 @@ def _as_json(value: Any) -> Any:
 
 def _plain(content: Mapping[str, Any]) -> dict[str, Any]:
     # Through JSON: records are plain data, and nothing else should get in.
-    plain: dict[str, Any] = masked(json.loads(json.dumps(content)))
-    return plain
+    return masked(json.loads(json.dumps(content)))

@@ -296,5 +296,4 @@ class _Forward:
     def __call__(self, given: list[Tensor]) -> list[Tensor]:
         torch._foreach_copy_(self._places, given)
         self._recording.replay()
-        result: list[Tensor] = self._recording.result
-        return result
+        return self._recording.result

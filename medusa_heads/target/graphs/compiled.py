@@ -92,10 +92,7 @@ class CompiledTarget(TargetModel):
     def in_one_graph(self, function: Callable[..., Made]) -> Callable[..., Made]:
         """The function, compiled; to be called by `run`."""
         backend = NotingBackend(self._backend, "reduce-overhead" if self._on_gpu else None)
-        compiled: Callable[..., Made] = torch.compile(
-            function, fullgraph=True, dynamic=False, backend=backend
-        )
-        return compiled
+        return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
 
     def begin_step(self) -> None:
         """What graphs of the step before put out is not looked at any more."""
