@@ -11,7 +11,7 @@ import copy
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -20,9 +20,6 @@ from torch import Tensor
 from medusa_heads.errors import UnsupportedArchitecture, first_line
 from medusa_heads.target.recurrent import is_recurrent
 from medusa_heads.target.target import TargetModel
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 _INSTEAD = "draft with the target's own text ('auto')"
 _COUNTS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -189,7 +186,7 @@ def _as_checkpoint(target: TargetModel) -> Any:
     return view
 
 
-def _fill(text: PreTrainedConfig, number: int) -> None:
+def _fill(text: transformers.PreTrainedConfig, number: int) -> None:
     """Say of the modules what the configuration leaves open: they are like the last layer."""
     text.num_mtp_layers = number
     for name in ("layer_types", "mlp_layer_types"):
