@@ -146,11 +146,8 @@ def row_processors(processors: LogitsProcessorList, batch_size: int) -> list[Row
     """For each row of a batch.
 
     A processor with a method `of_row(row)` says itself what stands for it in a row, and is then
-    shown that row alone.
-
-    Raises:
-        ValueError: a processor that may keep a state, and cannot be copied for each row.
-    """
+    shown that row alone. Raises ValueError: a processor that may keep a state, and cannot be copied
+    for each row."""
     steps = []  # a processor for each row of the batch
     for processor in processors:
         if batch_size == 1 or look_at_one_row(LogitsProcessorList([processor])):

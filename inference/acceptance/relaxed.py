@@ -24,12 +24,9 @@ from medusa_heads.trees.tree import TokenTree
 
 class RelaxedRule(ABC):
     """LOSSY. Keeps the deepest path on which every drafted token is acceptable; among equally deep
-    ones the path the target finds likeliest. The bonus token is the target's own.
-
-    Raises:
-        ValueError: a processor that looks at the text, which differs from node to node, or a
-            setting out of its range.
-    """
+    ones the path the target finds likeliest. The bonus token is the target's own. Raises
+    ValueError: a processor that looks at the text, which differs from node to node, or a setting
+    out of its range."""
 
     lossless = False
     settings: ClassVar[Settings]

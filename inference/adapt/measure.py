@@ -169,11 +169,8 @@ def target_facts(target: TargetModel) -> dict[str, Any]:
 
 
 def _fitting(target: TargetModel, context: int, nodes: int) -> int:
-    """The context, or as much of it as the target has room for beside so many nodes.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The context, or as much of it as the target has room for beside so many nodes. Raises
+    ValueError: there is none."""
     limit = target.max_positions
     if limit is not None:
         context = min(context, limit - nodes - 1)

@@ -53,11 +53,8 @@ class HeadsDrafter(Drafter):
 
 
 class DynamicDrafter(HeadsDrafter):
-    """A tree of `num_drafted` nodes besides the root, the likeliest ones at every step.
-
-    Raises:
-        ValueError: no node, or more than the heads' candidates can form.
-    """
+    """A tree of `num_drafted` nodes besides the root, the likeliest ones at every step. Raises
+    ValueError: no node, or more than the heads' candidates can form."""
 
     def __init__(
         self, heads: DraftHeads, num_drafted: int, *, temperatures: Sequence[float] | None = None

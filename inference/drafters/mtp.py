@@ -42,11 +42,8 @@ _ALL = "a token of each module"
 
 class MtpDrafts:
     """What a target's modules draft: those of its own checkpoint, or of a folder in which they were
-    trained for it.
-
-    Raises:
-        ValueError: there are no modules that can be read, or they are another target's.
-    """
+    trained for it. Raises ValueError: there are no modules that can be read, or they are another
+    target's."""
 
     def __init__(self, target: TargetModel, folder: str | os.PathLike[str] | None = None) -> None:
         # Modules that were trained on learn for themselves.

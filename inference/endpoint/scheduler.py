@@ -80,12 +80,8 @@ class Scheduler:
             return not (self._turning or self._waiting or self._running or self._cancelled)
 
     def submit(self, text: Text) -> None:
-        """Let a text wait for its turn; from any thread.
-
-        Raises:
-            Overloaded: too many wait already.
-            Closed: nothing is written any more.
-            ValueError: the cache has no room for so long a text.
+        """Let a text wait for its turn; from any thread. Raises Overloaded: too many wait already;
+        Closed: nothing is written any more; ValueError: the cache has no room for so long a text.
         """
         needed = self._batch.row_bytes(len(text.prompt) + text.max_tokens)
         if self._cache_bytes is not None and needed > self._cache_bytes:

@@ -134,11 +134,8 @@ class Beginning:
 
     def read_prompts(self, last_hidden: Callable[[], Tensor], stats: GenerationStats) -> None:
         """The target reads the prompts, and each row's first token is committed; `last_hidden`
-        gives what the lm_head last read.
-
-        Raises:
-            ValueError: a given cache and the prompts do not belong together.
-        """
+        gives what the lm_head last read. Raises ValueError: a given cache and the prompts do not
+        belong together."""
         state, rule, ids_BT = self.state, self.rule, self._input_ids_BT
         with stats.phase("prefill"):
             state.warpers = self._processors if self._sampled else None

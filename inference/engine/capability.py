@@ -47,11 +47,7 @@ _EXAMINING = RLock()
 
 def capability(target: TargetModel) -> Capability:
     """Whether the target verifies a tree exactly, or only a chain, perhaps from a recurrent state;
-    tried once a model.
-
-    Raises:
-        UnsupportedArchitecture: none of them, and why.
-    """
+    tried once a model. Raises UnsupportedArchitecture: none of them, and why."""
     known = _known.setdefault(target.model, {})
     if type(target) in known:
         return known[type(target)]
@@ -75,11 +71,8 @@ def capability(target: TargetModel) -> Capability:
 
 def check_batch(target: TargetModel, padding: Sequence[int]) -> None:
     """Whether rows with so many slots of left padding are each decoded as if it were alone; tried
-    once a model, where there is a recurrent state.
-
-    Raises:
-        UnsupportedArchitecture: they are not, and why.
-    """
+    once a model, where there is a recurrent state. Raises UnsupportedArchitecture: they are not,
+    and why."""
     trusted, kind, padded = capability(target), target.config.model_type, any(padding)
     if trusted == "tree" or (len(padding) == 1 and not padded):
         return
@@ -104,10 +97,7 @@ def check_batch(target: TargetModel, padding: Sequence[int]) -> None:
 @contextmanager
 def _trying(target: TargetModel, what: str) -> Iterator[None]:
     """Within the block the target is read uncompiled; what it fails on is no architecture for us.
-
-    Raises:
-        UnsupportedArchitecture: it fails.
-    """
+    Raises UnsupportedArchitecture: it fails."""
     try:
         with target.uncompiled() if isinstance(target, CompiledTarget) else nullcontext():
             yield

@@ -65,11 +65,8 @@ def decode(
 ) -> GenerateDecoderOnlyOutput | Tensor:
     """Decode the way transformers' own `_sample` does, several tokens a forward.
 
-    Takes what `generate()` prepares for a decoding method, and returns what it would.
-
-    Raises:
-        ValueError: an option that tree decoding cannot honour, by name.
-    """
+    Takes what `generate()` prepares for a decoding method, and returns what it would. Raises
+    ValueError: an option that tree decoding cannot honour, by name."""
     stats = GenerationStats() if stats is None else stats
     started = time.perf_counter()
     beginning = Beginning(

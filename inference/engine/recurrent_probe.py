@@ -26,11 +26,8 @@ class RecurrentProber(Prober):
 
     Two chains that follow one another are read a token at a time, as generate() reads them; then
     the second one behind the first, as where all of that was accepted; and both in one forward, as
-    where the first one is read again.
-
-    Raises:
-        UnsupportedArchitecture: the target keeps its state elsewhere.
-    """
+    where the first one is read again. Raises UnsupportedArchitecture: the target keeps its state
+    elsewhere."""
 
     _state: RecurrentState
 

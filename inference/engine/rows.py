@@ -42,10 +42,7 @@ class StopCheck:
     the user passed is called as generate() calls it: with a whole batch, in which every row is the
     one asked about, and once a token of it. Each row asks a copy of its own; a criterion with a
     method `of_row(row)` says itself what stands for it in a row, and is then shown that row alone.
-
-    Raises:
-        ValueError: a criterion that may keep a state, and cannot be copied for each row.
-    """
+    Raises ValueError: a criterion that may keep a state, and cannot be copied for each row."""
 
     def __init__(self, criteria: StoppingCriteriaList, batch_size: int = 1) -> None:
         self._max_length: int | None = None
@@ -77,11 +74,8 @@ class StopCheck:
         return Ends(self._max_length, sorted(self._eos))
 
     def __call__(self, row: Row) -> bool:
-        """Whether the row ends with its newest token.
-
-        Raises:
-            ValueError: a criterion gives one answer for all rows of a batch.
-        """
+        """Whether the row ends with its newest token. Raises ValueError: a criterion gives one
+        answer for all rows of a batch."""
         ends = row.tokens[-1] in self._eos
         ends = ends or (self._max_length is not None and row.length >= self._max_length)
         # All are asked, whatever one of them says, as generate() asks them.
@@ -241,11 +235,8 @@ _SHARED = (nn.Module, PreTrainedTokenizerBase, ModuleType, type)
 def row_copies(original: Kept, batch_size: int) -> list[Kept]:
     """The same object as it is now, once for each row; a single row has the original itself.
 
-    Models and tokenizers within it are shared.
-
-    Raises:
-        ValueError: it cannot be copied, or keeps what a copy would share.
-    """
+    Models and tokenizers within it are shared. Raises ValueError: it cannot be copied, or keeps
+    what a copy would share."""
     if batch_size == 1:
         return [original]
     try:

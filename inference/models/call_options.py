@@ -15,11 +15,8 @@ NOT_IN_STEP = "tree decoding does not keep sharded processes in step: gather fir
 
 
 def take_own(options: dict[str, Any], assistant_model: Any) -> None:
-    """Take it out of a call's options, which are left to transformers.
-
-    Raises:
-        ValueError: somebody else is to draft or to decode, or processes are to be kept in step.
-    """
+    """Take it out of a call's options, which are left to transformers. Raises ValueError: somebody
+    else is to draft or to decode, or processes are to be kept in step."""
     if assistant_model is not None:
         raise ValueError("drafts come from elsewhere here: leave assistant_model out")
     if options.pop("custom_generate", None) is not None:

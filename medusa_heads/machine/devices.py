@@ -151,10 +151,7 @@ def captured(
 ) -> Iterator[None]:
     """Within the block, what is started on a GPU goes into a graph, by this stream, and is not
     done. Where the block breaks off, or what it starts is refused, the GPU goes on as before.
-
-    Raises:
-        RuntimeError: what was started cannot be captured.
-    """
+    Raises RuntimeError: what was started cannot be captured."""
     with torch.cuda.device(device), nothing_collected(), _own_workspaces():
         here = torch.cuda.current_stream()
         aside.wait_stream(here)

@@ -27,12 +27,8 @@ def layer_lists(model: Any) -> dict[str, nn.ModuleList]:
 
 
 def decoder_layers(model: Any, otherwise: str) -> list[nn.Module]:
-    """The layers of a causal LM's decoder, in order.
-
-    Raises:
-        UnsupportedArchitecture: none or several lists could be the layers; and what to do
-            `otherwise`.
-    """
+    """The layers of a causal LM's decoder, in order. Raises UnsupportedArchitecture: none or
+    several lists could be the layers; and what to do `otherwise`."""
     config = model.config.get_text_config(decoder=True)
     found = list(layer_lists(_decoder(model)).values())
     if len(found) != 1:
@@ -47,12 +43,9 @@ def decoder_layers(model: Any, otherwise: str) -> list[nn.Module]:
 @torch.no_grad()
 def behind_layers(model: Any, otherwise: str) -> nn.Sequential:
     """What turns the output [B, T, D] of the last layer into what the lm_head reads [B, T, D], such
-    as a final norm; found by a forward of two tokens, whose numbers it must give exactly.
-
-    Raises:
-        UnsupportedArchitecture: the layers cannot be found, or it is more than modules that follow
-            one another; and what to do `otherwise`.
-    """
+    as a final norm; found by a forward of two tokens, whose numbers it must give exactly. Raises
+    UnsupportedArchitecture: the layers cannot be found, or it is more than modules that follow one
+    another; and what to do `otherwise`."""
     last, lm_head = decoder_layers(model, otherwise)[-1], model.get_output_embeddings()
     inner = set(last.modules())
     decoder = _decoder(model)

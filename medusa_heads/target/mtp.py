@@ -28,13 +28,9 @@ _SHOWN = 160  # characters of what transformers objects to
 
 def load_mtp(target: TargetModel, source: str | os.PathLike[str] | None = None) -> Any:
     """The target's modules, frozen, on its device and in its dtype: transformers' `MtpModel`. They
-    are those of the target's own checkpoint, or those that a folder or hub id holds instead.
-
-    Raises:
-        ValueError: this transformers does not run them, or the checkpoint has none that can be
-            read.
-        UnsupportedArchitecture: they keep a recurrent state.
-    """
+    are those of the target's own checkpoint, or those that a folder or hub id holds instead. Raises
+    ValueError: this transformers does not run them, or the checkpoint has none that can be read;
+    UnsupportedArchitecture: they keep a recurrent state."""
     from safetensors import SafetensorError
 
     kind, view = _mtp_model(), _as_checkpoint(target)
@@ -139,11 +135,8 @@ def _stored_names(place: str) -> list[str]:
 
 
 def _mtp_model() -> Any:
-    """transformers' class of modules.
-
-    Raises:
-        ValueError: this version has none whose layers can be run one by one.
-    """
+    """transformers' class of modules. Raises ValueError: this version has none whose layers can be
+    run one by one."""
     kind = getattr(transformers.modeling_layers, "MtpModel", None)
     if not hasattr(kind, "forward_layer"):
         raise ValueError(
@@ -155,12 +148,8 @@ def _mtp_model() -> Any:
 
 def _as_checkpoint(target: TargetModel) -> Any:
     """The model as its checkpoint's modules are to be read: the same layers, with a configuration
-    of its own.
-
-    Raises:
-        ValueError: no modules are to be expected.
-        UnsupportedArchitecture: they keep a recurrent state.
-    """
+    of its own. Raises ValueError: no modules are to be expected; UnsupportedArchitecture: they keep
+    a recurrent state."""
     view = copy.copy(target.model)
     view.config = copy.deepcopy(target.model.config)
     text = view.config.get_text_config(decoder=True)

@@ -214,11 +214,8 @@ class RecurrentCache(RowCache):
 
     def take_over(self, cache: Cache) -> None:
         """Copy rows and states of a cache of this kind into this empty one; nothing, from an empty
-        cache of another.
-
-        Raises:
-            ValueError: the cache holds states, of which nobody can say what they have read.
-        """
+        cache of another. Raises ValueError: the cache holds states, of which nobody can say what
+        they have read."""
         if isinstance(cache, RecurrentCache):
             super().take_over(cache)
             for mine, theirs in zip(self.layers, cache.layers, strict=True):

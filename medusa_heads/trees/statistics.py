@@ -61,11 +61,8 @@ class HeadStatistics:
 
     @classmethod
     def from_ranks(cls, ranks_SK: Tensor) -> HeadStatistics:
-        """Count ranks; a negative rank marks a position or head without a true token.
-
-        Raises:
-            ValueError: no position has all K true tokens.
-        """
+        """Count ranks; a negative rank marks a position or head without a true token. Raises
+        ValueError: no position has all K true tokens."""
         complete_SK = ranks_SK[ranks_SK.amin(dim=1) >= 0].cpu()
         if not len(complete_SK):
             raise ValueError(
@@ -86,11 +83,8 @@ class HeadStatistics:
     def choices(self, num_nodes: int) -> list[RankPath]:
         """Paths of the best static tree of `num_nodes` nodes (the root not counted), best first.
 
-        Fewer are returned where the measured text never went further.
-
-        Raises:
-            ValueError: `num_nodes` below one or above MAX_NODES.
-        """
+        Fewer are returned where the measured text never went further. Raises ValueError:
+        `num_nodes` below one or above MAX_NODES."""
         if not 1 <= num_nodes <= MAX_NODES:
             raise ValueError(f"a tree has 1 to {MAX_NODES} nodes, got {num_nodes}")
         return [path for path, _ in self.paths[:num_nodes]]
@@ -107,11 +101,8 @@ class HeadStatistics:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> HeadStatistics:
-        """Read what `to_dict` wrote.
-
-        Raises:
-            ValueError: a part is missing, or the paths are not a tree.
-        """
+        """Read what `to_dict` wrote. Raises ValueError: a part is missing, or the paths are not a
+        tree."""
         num_heads, positions = (_count(values.get(key), key) for key in ("num_heads", "positions"))
         hits = values.get("top_k_hits")
         if not _is_list(hits, num_heads) or not all(_is_list(each, MAX_RANK) for each in hits):
@@ -174,10 +165,7 @@ def prior_statistics(num_heads: int, num_candidates: int = MAX_RANK) -> HeadStat
     A head's top-1 rate falls from head to head, its later candidates by a power of their rank, and
     the heads are right independently of one another; no path has a rank that is not among
     `num_candidates`. Such trees branch near the root. The heads' temperatures are 1, and trees
-    built anew at every position count as not measured.
-
-    Raises:
-        ValueError: no head, or no candidate.
+    built anew at every position count as not measured. Raises ValueError: no head, or no candidate.
     """
     if num_heads < 1 or num_candidates < 1:
         raise ValueError(

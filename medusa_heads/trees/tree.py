@@ -166,11 +166,8 @@ class TreeShape:
     def from_choices(cls, choices: Sequence[Sequence[int]]) -> TreeShape:
         """Order the paths so that the chain of best ranks comes first, parents before children.
 
-        The likeliest path then lies in consecutive nodes, whose cache rows need not move.
-
-        Raises:
-            ValueError: a path without its parent, twice, empty, or with a negative rank.
-        """
+        The likeliest path then lies in consecutive nodes, whose cache rows need not move. Raises
+        ValueError: a path without its parent, twice, empty, or with a negative rank."""
         paths = [tuple(int(rank) for rank in path) for path in choices]
         known = set(paths)
         if len(known) < len(paths):
@@ -234,11 +231,7 @@ def chain_shape(num_nodes: int) -> TreeShape:
 def cartesian_choices(ranks_per_head: Sequence[int]) -> list[RankPath]:
     """Every combination of the first `ranks_per_head[i]` candidates of each head i.
 
-    Source: Medusa (arXiv:2401.10774), section 2.1.2.
-
-    Raises:
-        ValueError: a count below one.
-    """
+    Source: Medusa (arXiv:2401.10774), section 2.1.2. Raises ValueError: a count below one."""
     if any(count < 1 for count in ranks_per_head):
         raise ValueError(f"every head needs at least 1 candidate, got {list(ranks_per_head)}")
     choices: list[RankPath] = []

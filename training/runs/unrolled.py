@@ -26,12 +26,8 @@ from medusa_heads.target.target import TargetModel
 
 class UnrolledModules(DraftHeads):
     """Modules that learn, in fp32 and in place, as heads of so many depths; they share the target's
-    lm_head and embeddings.
-
-    Raises:
-        ValueError: fewer depths than modules.
-        UnsupportedArchitecture: the target's attention takes no mask.
-    """
+    lm_head and embeddings. Raises ValueError: fewer depths than modules; UnsupportedArchitecture:
+    the target's attention takes no mask."""
 
     kind = "medusa"  # as their labels are
 

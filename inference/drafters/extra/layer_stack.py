@@ -32,11 +32,8 @@ _lock = Lock()
 
 class LayerStack:
     """The decoder layers of a target, in the order in which they run. It stays as it is; within
-    `without`, a thread runs some of its layers not.
-
-    Raises:
-        UnsupportedArchitecture: its layers cannot be found, or do not simply follow one another.
-    """
+    `without`, a thread runs some of its layers not. Raises UnsupportedArchitecture: its layers
+    cannot be found, or do not simply follow one another."""
 
     def __init__(self, target: TargetModel) -> None:
         self._kind = target.config.model_type

@@ -46,14 +46,9 @@ class DraftModelDrafter(Drafter):
 
     Each level is one forward of the frozen draft model, whose token ids are the target's, or which
     `vocabulary.py` has fitted to it. Where its vocabulary matrix is padded to more rows than
-    `vocab_size`, those are left out.
-
-    Raises:
-        ValueError: a size below 1, more nodes than the draft model will offer, or more children
-            than the vocabulary.
-        UnsupportedArchitecture: the draft model cannot go back on what it has read, or reads only
-            chains and a tree was asked for.
-    """
+    `vocab_size`, those are left out. Raises ValueError: a size below 1, more nodes than the draft
+    model will offer, or more children than the vocabulary; UnsupportedArchitecture: the draft model
+    cannot go back on what it has read, or reads only chains and a tree was asked for."""
 
     def __init__(
         self,
@@ -153,11 +148,8 @@ class AdaptiveTree:
     Whether a token is drafted is settled before it is drawn, and once drawn it is verified: to drop
     it for what it turned out to be would bend the law of the text.
 
-    The clock knows the seconds of the draft model's forwards, and learns from every one.
-
-    Raises:
-        UnsupportedArchitecture: the draft model cannot go back on what it has read.
-    """
+    The clock knows the seconds of the draft model's forwards, and learns from every one. Raises
+    UnsupportedArchitecture: the draft model cannot go back on what it has read."""
 
     def __init__(
         self, draft: TargetModel, vocab_size: int, clock: Clock, *, chain_only: bool = False
@@ -219,10 +211,7 @@ class AdaptiveTree:
 
 def _reads_trees(draft: TargetModel) -> bool:
     """Whether the draft model reads any of the tokens it drafts in any order, or only one path.
-
-    Raises:
-        UnsupportedArchitecture: it cannot go back on what it has read.
-    """
+    Raises UnsupportedArchitecture: it cannot go back on what it has read."""
     trusted = capability(draft)
     if trusted == "recurrent":
         raise UnsupportedArchitecture(

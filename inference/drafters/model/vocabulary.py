@@ -142,12 +142,9 @@ def fitted(
     target_tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> TargetModel:
     """The draft model as one that drafts tokens of the target; itself, where its token ids are the
-    target's. Tokenizers that are not given are looked for where the models came from.
-
-    Raises:
-        ValueError: something that is no tokenizer; or the vocabularies differ, and a tokenizer is
-            missing or damaged, or too little is shared.
-    """
+    target's. Tokenizers that are not given are looked for where the models came from. Raises
+    ValueError: something that is no tokenizer; or the vocabularies differ, and a tokenizer is
+    missing or damaged, or too little is shared."""
     if isinstance(draft, ForeignDraft):
         return draft
     given = {"draft_tokenizer": draft_tokenizer, "target_tokenizer": target_tokenizer}

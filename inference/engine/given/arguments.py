@@ -72,11 +72,8 @@ def on_device(input_ids_BT: Tensor, model_kwargs: dict[str, Any], device: torch.
 def left_padding(
     input_ids_BT: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> list[int]:
-    """Padded slots at the left of each row.
-
-    Raises:
-        ValueError: there is no row, or the mask is not one of these tokens.
-    """
+    """Padded slots at the left of each row. Raises ValueError: there is no row, or the mask is not
+    one of these tokens."""
     if not len(input_ids_BT):
         raise ValueError(
             f"input_ids must have a row for each text, got none: {list(input_ids_BT.shape)}"

@@ -46,10 +46,7 @@ def own_cache(
 ) -> tuple[RowCache, Cache | None]:
     """The cache of a text, which is put among these, with all that a given one has read; and what
     the caller gave, to be filled at the end. What the rows of a batch begin with is read alone.
-
-    Raises:
-        ValueError: what was given cannot be read on from, or cannot be filled.
-    """
+    Raises ValueError: what was given cannot be read on from, or cannot be filled."""
     given = take_cache(model_kwargs)
     cache = target.new_cache(len(input_ids_BT), slots)
     model_kwargs[target.cache_argument] = cache
