@@ -39,7 +39,7 @@ def devices_here() -> list[torch.device]:
     """The devices that torch says are here, best first; the last one is the CPU."""
     here = {
         "cuda": torch.cuda.is_available(),
-        "xpu": hasattr(torch, "xpu") and torch.xpu.is_available(),
+        "xpu": torch.xpu.is_available(),
         "mps": torch.backends.mps.is_available(),
         "cpu": True,
     }

@@ -77,7 +77,7 @@ def _gpu() -> dict[str, str]:
         toolkit = str(torch.version.cuda or torch.version.hip)
         name = torch.cuda.get_device_name()
         return {"gpu": name, "gpu_toolkit": toolkit, "gpu_driver": _nvidia_driver()}
-    if hasattr(torch, "xpu") and torch.xpu.is_available():
+    if torch.xpu.is_available():
         return {"gpu": torch.xpu.get_device_name()}
     if torch.backends.mps.is_available():
         return {"gpu": "Apple GPU", "gpu_driver": platform.mac_ver()[0]}
