@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -95,48 +96,45 @@ def choose_vocabulary(
         held_V = count_tokens(data.held_out, vocab_size, most=0)
         covered = float(held_V[known_C].sum()) / max(int(held_V.sum()), 1)
         return DraftVocabulary(known_C, vocab_size, covered)
+    every = partial(DraftVocabulary, None, vocab_size)
     if asked == "all" or vocab_size < 2 * LEAST:
-        return DraftVocabulary(None, vocab_size)
+        return every()
     if whole_matrix:
-        why = "with_vocab_matrix lays the whole vocabulary matrix beside them"
-        return DraftVocabulary(None, vocab_size, why=why)
+        return every(why="with_vocab_matrix lays the whole vocabulary matrix beside them")
     if config.is_plain_medusa and config.vocab_matrix == "own":
-        why = (
-            "no other engine holds medusa heads that have matrices of their own for a part of the "
-            "vocabulary; draft_vocab_size with a number chooses one nevertheless"
+        return every(
+            why="no other engine holds medusa heads that have matrices of their own for a part of "
+            "the vocabulary; draft_vocab_size with a number chooses one nevertheless"
         )
-        return DraftVocabulary(None, vocab_size, why=why)
     return _fewest(data, vocab_size)
 
 
 def _fewest(data: TrainingData, vocab_size: int) -> DraftVocabulary:
+    every = partial(DraftVocabulary, None, vocab_size)
     held_V = count_tokens(data.held_out, vocab_size, most=0)
     measured = int(held_V.sum())
     if measured < _MEASURED:
-        why = (
-            f"the held-out text has {measured:,} tokens that are learnt, and fewer than "
+        return every(
+            why=f"the held-out text has {measured:,} tokens that are learnt, and fewer than "
             f"{_MEASURED:,} do not tell what others will need"
         )
-        return DraftVocabulary(None, vocab_size, why=why)
     counts_V = _count(data, vocab_size, _OF_A_STREAM)
     order_V = counts_V.argsort(descending=True, stable=True)
     shares_V = held_V[order_V].cumsum(0).double() / measured
     seen = int((counts_V > 0).sum())
     enough = int((shares_V < COVERED).sum()) + 1
     if enough > seen:
-        why = (
-            f"the training text holds {seen:,} of them, which make up "
+        return every(
+            why=f"the training text holds {seen:,} of them, which make up "
             f"{100 * float(shares_V[seen - 1]):.2f} % of the held-out text, and "
             f"{100 * COVERED:g} % are wanted of fewer: more text may allow that"
         )
-        return DraftVocabulary(None, vocab_size, why=why)
     size = max(math.ceil(enough / _MULTIPLE) * _MULTIPLE, LEAST)
     if 2 * size > vocab_size:
-        why = (
-            f"{100 * COVERED:g} % of the held-out text takes {enough:,}, and more than half are "
-            "hardly cheaper than all"
+        return every(
+            why=f"{100 * COVERED:g} % of the held-out text takes {enough:,}, and more than half "
+            "are hardly cheaper than all"
         )
-        return DraftVocabulary(None, vocab_size, why=why)
     return DraftVocabulary(frequent_tokens(counts_V, size), vocab_size, float(shares_V[size - 1]))
 
 

@@ -58,16 +58,13 @@ def serve(arguments: ServeArguments) -> None:
     find_server().check_place(arguments.host, arguments.port, arguments.allowed_origins)
     model, tokenizer = load_drafting_model(arguments)
     warn_if_lossy(model)
+    as_given = ("host", "port", "max_rows", "queue", "allowed_origins")
     server = model.server(
         tokenizer,
-        host=arguments.host,
-        port=arguments.port,
-        max_rows=arguments.max_rows,
-        queue=arguments.queue,
+        **{name: getattr(arguments, name) for name in as_given},
         cache_bytes=None if arguments.cache_gb is None else round(arguments.cache_gb * 1e9),
         api_key=api_key,
         name=arguments.model_name,
-        allowed_origins=arguments.allowed_origins,
     )
     print_choices()
     if server.alone is not None:
