@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from medusa_heads.errors import UnsupportedArchitecture, first_line
 from medusa_heads.target.recurrent import is_recurrent
@@ -137,11 +137,13 @@ def _stored_names(place: str) -> list[str]:
 def _mtp_model() -> Any:
     """transformers' class of modules. Raises ValueError: this version has none whose layers can be
     run one by one."""
-    kind = getattr(transformers.modeling_layers, "MtpModel", None)
+    from transformers import __version__, modeling_layers
+
+    kind = getattr(modeling_layers, "MtpModel", None)
     if not hasattr(kind, "forward_layer"):
         raise ValueError(
             "multi-token-prediction modules need transformers 5.20 or later, and this is "
-            f"{transformers.__version__}: update transformers, or {_INSTEAD}"
+            f"{__version__}: update transformers, or {_INSTEAD}"
         )
     return kind
 
@@ -175,7 +177,7 @@ def _as_checkpoint(target: TargetModel) -> Any:
     return view
 
 
-def _fill(text: transformers.PreTrainedConfig, number: int) -> None:
+def _fill(text: PreTrainedConfig, number: int) -> None:
     """Say of the modules what the configuration leaves open: they are like the last layer."""
     text.num_mtp_layers = number
     for name in ("layer_types", "mlp_layer_types"):
