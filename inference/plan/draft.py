@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.drafters.model.draft_model import AdaptiveTree, DraftModelDrafter
 from medusa_heads.target.target import TargetModel
+from medusa_heads.trees.tree import check_size
 
 _NODES_A_PATH = 6  # of a tree, for each path that is read at a time
 
@@ -44,7 +45,7 @@ class DraftPlan(NamedTuple):
 
 def draft_plan(tree: str, depth: int, *, chain_only: bool, one_size: bool) -> DraftPlan:
     """What the words at the head of this file ask for. Raises ValueError: an unknown form, or a
-    draft without tokens.
+    draft without tokens or of too many.
 
     Args:
         depth: tokens that a chain without a number, or a tree, is deep.
@@ -57,6 +58,9 @@ def draft_plan(tree: str, depth: int, *, chain_only: bool, one_size: bool) -> Dr
     numbers = number.split("x") if kind == "sampled" else [number]
     if number and not all(each.isdecimal() and int(each) for each in numbers):
         raise ValueError(f"a draft has at least 1 token, got {tree!r}")
+    if number:
+        check_size(map(int, numbers), tree)
+    check_size([depth], f"depth {depth}")
     if kind == "sampled" and number:
         levels = [int(each) for each in numbers]
         if chain_only or len(levels) == 1:

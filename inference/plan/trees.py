@@ -28,7 +28,7 @@ from medusa_heads.inference.drafters.head_trees import (
 )
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
 from medusa_heads.trees.statistics import HeadStatistics
-from medusa_heads.trees.tree import TreeShape, cartesian_choices
+from medusa_heads.trees.tree import TreeShape, cartesian_choices, check_size
 
 SUFFIX_TOKENS = 10  # as many as transformers' prompt lookup drafts
 Choices = Sequence[Sequence[int]]
@@ -83,6 +83,7 @@ def parse_tree(tree: TreeSpec) -> tuple[str, list[int]]:
         numbers = told.split(",") if kind == "cartesian" else [told]
         if not all(number.isdecimal() and int(number) for number in numbers):
             raise ValueError(f"a tree has at least 1 drafted node or candidate, got {tree!r}")
+        check_size(map(int, numbers), tree)
         return kind, [int(number) for number in numbers]
     if words not in ("none", "chain", "suffix"):
         raise ValueError(

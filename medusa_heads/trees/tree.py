@@ -17,7 +17,7 @@ seven nodes, drawn with the token of each node, and its ancestor mask (a row see
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -28,6 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medusa_heads.config import RankPath
+
+MOST_DRAFTED = 1024
+"""Nodes besides the root: more pay on no machine."""
 
 
 class Ranked(NamedTuple):
@@ -226,6 +229,21 @@ _WITHOUT_DRAFTS = TreeShape([])
 def chain_shape(num_nodes: int) -> TreeShape:
     """A chain of so many nodes, the root included."""
     return TreeShape([(0,) * depth for depth in range(1, num_nodes)])
+
+
+def check_size(ranks_per_level: Iterable[int], asked: object) -> None:
+    """Refuse what would take all memory before it is made: so many nodes behind each one of the
+    level before, as was asked for.
+
+    Raises:
+        ValueError: they are more than `MOST_DRAFTED`.
+    """
+    level, drafted = 1, 0
+    for ranks in ranks_per_level:
+        level *= ranks
+        drafted += level
+        if drafted > MOST_DRAFTED:
+            raise ValueError(f"a tree has at most {MOST_DRAFTED} drafted nodes, got {asked!r}")
 
 
 def cartesian_choices(ranks_per_head: Sequence[int]) -> list[RankPath]:

@@ -187,6 +187,8 @@ def test_a_tree_beyond_the_heads_is_refused(heads: DraftHeads) -> None:
     with pytest.raises(ValueError, match=r"asks for rank 199 of (199|50) tokens"):
         make_drafter([[199]], heads, None)
     with pytest.raises(ValueError, match="a dynamic tree here has 1 to"):
+        DynamicDrafter(heads, 99999)
+    with pytest.raises(ValueError, match="a tree has at most 1024 drafted nodes"):
         make_drafter("dynamic:99999", heads, None)
 
 

@@ -57,7 +57,7 @@ def test_the_words_for_drafts(pair: tuple[Any, Any], tree: str, nodes: int) -> N
         ("chain:0", "at least 1 token"),
         ("chain:x", "at least 1 token"),
         ("chain:\N{SUPERSCRIPT TWO}", "at least 1 token"),
-        ("dynamic:99999", "got 99999"),
+        ("dynamic:99999", "at most 1024 drafted nodes"),
     ],
 )
 def test_other_words_are_refused(pair: tuple[Any, Any], tree: str, sentence: str) -> None:
@@ -69,6 +69,11 @@ def test_other_words_are_refused(pair: tuple[Any, Any], tree: str, sentence: str
     ids_BT = PROMPT.repeat(2, 1)
     got = model.generate(ids_BT, attention_mask=torch.ones_like(ids_BT), max_new_tokens=4)
     assert model.tree == "chain:2" and isinstance(got, torch.Tensor)
+
+
+def test_a_depth_that_no_memory_holds_is_refused(pair: tuple[Any, Any]) -> None:
+    with pytest.raises(ValueError, match="at most 1024 drafted nodes, got 'depth 1025'"):
+        DraftedModel(*pair, tree="chain", depth=1025)
 
 
 def test_another_vocabulary_is_refused(pair: tuple[Any, Any], tiny_llama: TinyLlama) -> None:
