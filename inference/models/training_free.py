@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from medusa_heads.checkpoint.mtp_checkpoint import read_mtp_sidecar
@@ -207,15 +208,20 @@ class TrainingFreeModel(AssistedModel):
         from medusa_heads.inference.drafters.extra.skip_search import best_skip_set
 
         vocab_size = self.target.vocab_size
-        if calibration is not None and not (
-            calibration.ndim == 2
-            and calibration.numel()
-            and 0 <= calibration.min() <= calibration.max() < vocab_size
-        ):
-            raise ValueError(
-                f"calibration must be token ids [B, T] from 0 to {vocab_size - 1}, got a tensor of "
-                f"shape {list(calibration.shape)}"
-            )
+        if calibration is not None:
+            if not (
+                isinstance(calibration, Tensor)
+                and calibration.dtype in (torch.int32, torch.int64)
+                and calibration.ndim == 2
+                and calibration.numel()
+                and 0 <= calibration.min() <= calibration.max() < vocab_size
+            ):
+                what = getattr(calibration, "dtype", type(calibration).__name__)
+                raise ValueError(
+                    f"calibration must be token ids [B, T] from 0 to {vocab_size - 1}, got {what} "
+                    f"of shape {list(getattr(calibration, 'shape', []))}"
+                )
+            self.target.check_length(calibration.shape[1], "calibration", "give shorter text")
         self.skipped_layers, self._agreement["agreement"] = best_skip_set(
             self.target, self._stack, self._exit_clock(), max(sizes_for(self.target)), calibration
         )

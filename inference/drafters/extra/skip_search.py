@@ -153,5 +153,7 @@ def own_text(target: TargetModel) -> Tensor:
             max_new_tokens=tokens,
             min_new_tokens=tokens,
             pad_token_id=0,
+            return_dict_in_generate=False,  # whatever the target's own configuration says
+            stop_strings=None,
         )
     return text_BT

@@ -249,3 +249,20 @@ def test_layers_that_are_none_are_refused(model: Any, tiny_llama: TinyLlama) -> 
         TrainingFreeModel(tiny_llama(), "early_exit", compile=True, compile_backend="eager")
     with pytest.raises(ValueError, match="calibration is of the drafter 'early_exit'"):
         TrainingFreeModel(model, "suffix", calibration=torch.tensor([[1, 2]]))
+
+
+@pytest.mark.parametrize(
+    ("calibration", "sentence"),
+    [
+        (torch.rand(2, 8), "got torch.float32 of shape"),
+        (torch.ones(2, 8, dtype=torch.bool), "got torch.bool of shape"),
+        (torch.ones(1, 65, dtype=torch.long), r"65 tokens \(calibration\) do not fit"),
+        ([[1, 2]], r"got list of shape \[\]"),
+    ],
+)
+def test_calibration_that_is_none_is_refused(
+    model: Any, calibration: Any, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model.config, "max_position_embeddings", 64)
+    with pytest.raises(ValueError, match=sentence):
+        TrainingFreeModel(model, "early_exit", calibration=calibration)

@@ -103,3 +103,12 @@ def test_text_of_ones_own_is_calibration_of_its_own(model: Any) -> None:
     stack = LayerStack(target)
     mine_BT = torch.randint(3, 24, (2, 16), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     assert skip_sets(target, stack, mine_BT) != skip_sets(target, stack)
+
+
+def test_text_of_ones_own_heeds_no_settings_of_calls(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual_BT = own_text(TargetModel(model))
+    monkeypatch.setattr(model.generation_config, "return_dict_in_generate", True)
+    monkeypatch.setattr(model.generation_config, "stop_strings", ["."])
+    assert torch.equal(own_text(TargetModel(model)), usual_BT)
