@@ -77,7 +77,7 @@ class TextSource:
     def __init__(self, most: int, corpus: CorpusIndex | None = None) -> None:
         self._most, self._corpus = most, corpus
         self.evidence: dict[Any, Evidence] = {**by_drawing(lambda: Evidence(PRIOR))}
-        self.facts = {"corpus": corpus and corpus.digest()}
+        self.facts = {"corpus": corpus and corpus.digest}
         if corpus is not None:  # what is copied from there is right more or less often
             self.evidence |= {("corpus", way): Evidence(PRIOR) for way in self.evidence}
         self._usual = 1.0  # accepted tokens expected of a search of the corpus: a running mean

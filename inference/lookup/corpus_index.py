@@ -17,6 +17,7 @@ import os
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,7 @@ class CorpusIndex:
     def __len__(self) -> int:
         return int(np.count_nonzero(self._tokens_C != _MARK))
 
+    @cached_property
     def digest(self) -> str:
         return hashlib.sha256(self._tokens_C.tobytes()).hexdigest()
 

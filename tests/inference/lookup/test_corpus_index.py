@@ -15,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
+from medusa_heads.inference.drafters.text import TextSource
 from medusa_heads.inference.lookup import corpus_index
 from medusa_heads.inference.lookup.corpus_index import LONGEST, CorpusIndex
 
@@ -143,3 +144,12 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
 def test_what_is_no_corpus(documents: list[list[int]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CorpusIndex.build(documents)
+
+
+def test_its_digest_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of millions of tokens it takes long, and texts that know of no other ask for it each."""
+    index = CorpusIndex.build([[1, 2, 3]])
+    digests = {TextSource(3, index).facts["corpus"]}
+    monkeypatch.setattr(corpus_index.hashlib, "sha256", None)
+    digests.add(TextSource(3, index).facts["corpus"])
+    assert len(digests) == 1
