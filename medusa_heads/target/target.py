@@ -62,9 +62,9 @@ class TargetModel(HiddenReader):
 
     def __init__(self, model: PreTrainedModel) -> None:
         model = unwrapped(model)
-        if model.get_output_embeddings() is None:
+        if getattr(model, "get_output_embeddings", lambda: None)() is None:
             raise ValueError(
-                f"{type(model).__name__} has no lm_head: a causal language model is needed"
+                f"{type(model).__name__} has no lm_head: a loaded causal language model is needed"
             )
         self.model = model
         take_tree_masks()  # before the model is compiled: graphs would not outlive it

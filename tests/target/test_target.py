@@ -13,7 +13,7 @@ from accelerate import cpu_offload
 from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from medusa_heads import TrainingFreeModel
+from medusa_heads import DraftedModel, TrainingFreeModel
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
@@ -42,6 +42,14 @@ def test_hidden_leaves_logit_scaling_architectures_alone() -> None:
     target = TargetModel(Gemma2ForCausalLM(config).eval())
     hidden_BTD = target.hidden(torch.arange(10)[None])
     assert hidden_BTD.shape == (1, 10, 32)
+
+
+@pytest.mark.parametrize("wrong", ["org/model", None, nn.Linear(2, 2)])
+def test_what_is_no_model_is_refused(tiny_llama: TinyLlama, wrong: Any) -> None:
+    """Also as a draft model, and by whatever decodes."""
+    for given in (partial(TargetModel, wrong), partial(DraftedModel, tiny_llama(), wrong)):
+        with pytest.raises(ValueError, match="has no lm_head: a loaded causal language model"):
+            given()
 
 
 def test_fingerprint_does_not_depend_on_the_dtype(tiny_llama: TinyLlama) -> None:
