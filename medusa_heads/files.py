@@ -161,7 +161,10 @@ def code_sha256(*folders: Path) -> str:
 
 
 def expanded(name: str | os.PathLike[str]) -> Path:
-    """A path as a user writes it, `~` being their home; ValueError for nobody's home."""
+    """A path as a user writes it, `~` being their home; ValueError for nobody's home, and for a
+    null character, which no path holds."""
+    if "\0" in os.fspath(name):
+        raise ValueError(f"no path holds a null character, as {os.fspath(name)!r} does: remove it")
     try:
         return Path(name).expanduser()
     except RuntimeError as error:

@@ -131,6 +131,14 @@ def test_a_home_that_nobody_has() -> None:
         expanded("~nobody-here/a")
 
 
+@pytest.mark.parametrize("name", ["a\0b", "/a\0b", "~/a\0b"])
+def test_a_null_character_is_named(name: str) -> None:
+    """Which the system's calls say of no name: "embedded null byte"."""
+    for read in (expanded, check_folder):
+        with pytest.raises(ValueError, match=r"no path holds a null character, as .*: remove it"):
+            read(name)
+
+
 @pytest.mark.parametrize("name", ["taken", "taken/below"])
 def test_a_file_in_the_way(name: str, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
