@@ -14,6 +14,7 @@ from medusa_heads.checkpoint.adapter import adapter_digest, load_adapter
 from medusa_heads.checkpoint.checkpoint import load_heads, save_heads
 from medusa_heads.checkpoint.provenance import provenance
 from medusa_heads.checkpoint.stored_heads import StoredHeads, read_sidecar
+from medusa_heads.files import expanded
 from medusa_heads.heads import DraftHeads
 from medusa_heads.heads.drafting import for_drafting
 from medusa_heads.heads.preview import with_preview
@@ -213,7 +214,7 @@ class MedusaModel(AssistedModel):
                 the folder would be lost: a model's, or some under names that heads use.
             OSError: the folder cannot be written.
         """
-        stored = self.stored
+        folder, stored = expanded(folder), self.stored
         has_adapter = stored is not None and stored.adapter is not None
         if not has_adapter and adapter_digest(self.target.model) is not None:
             raise ValueError(
@@ -232,8 +233,8 @@ class MedusaModel(AssistedModel):
             )
             if stored is not None and self.checkpoint is not None:
                 carry_along(self.checkpoint, stored, made)
-            copy_checkpoint(made, Path(folder))
-        return Path(folder)
+            copy_checkpoint(made, folder)
+        return folder
 
     def push_to_hub(
         self,

@@ -91,3 +91,13 @@ def test_a_target_in_float16_keeps_the_fingerprint_it_was_loaded_by(
     assert told["lm_head_sha256"] is None
     loaded.target.model.config._name_or_path = before["name_or_path"]
     assert sidecar(loaded.save_pretrained(tmp_path / "named"))["target"] == before
+
+
+def test_heads_are_saved_at_home_where_they_are_read_from(
+    loaded: MedusaModel, target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`~` was a folder of that name where a program ran, and `from_pretrained` found nothing."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert loaded.save_pretrained("~/heads") == tmp_path / "heads"
+    MedusaModel.from_pretrained("~/heads", target=target, tree="none")
