@@ -19,6 +19,7 @@ from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.capability import capability, check_batch
 from medusa_heads.inference.engine.given.arguments import (
     check_positions,
+    check_tokens,
     left_padding,
     on_device,
     refuse_unsupported,
@@ -87,8 +88,10 @@ class Beginning:
         refuse_unsupported(config, own, model_kwargs, names_of_media(model))
         model_kwargs["use_cache"] = True
         input_ids_BT = on_device(input_ids_BT, model_kwargs, target.device)
-        padding = left_padding(input_ids_BT, config, model_kwargs)
         self._media = has_media(model, model_kwargs)
+        # What stands for an image may be a token that is no text's.
+        check_tokens(input_ids_BT, None if self._media else target.readable)
+        padding = left_padding(input_ids_BT, config, model_kwargs)
         if not self._media:
             check_positions(input_ids_BT, padding, model_kwargs)
         trusted = capability(target)

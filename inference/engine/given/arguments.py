@@ -69,15 +69,28 @@ def on_device(input_ids_BT: Tensor, model_kwargs: dict[str, Any], device: torch.
     return input_ids_BT.to(device)
 
 
+def check_tokens(input_ids_BT: Tensor, readable: int | None) -> None:
+    """Raises ValueError: there is no token, or one that a target with so many, where that
+    is known, cannot read. On a GPU that would end the process."""
+    if not input_ids_BT.numel():
+        raise ValueError(
+            "input_ids must have a row for each text, and tokens in it, got none: "
+            f"{list(input_ids_BT.shape)}"
+        )
+    least, most = map(int, input_ids_BT.aminmax())
+    if readable is not None and (least < 0 or most >= readable):
+        raise ValueError(
+            f"the target has {readable} tokens, and the text has token ids from {least} to {most}: "
+            "tokenise with the target's own tokenizer, and give the target as many embeddings as "
+            "that has tokens"
+        )
+
+
 def left_padding(
     input_ids_BT: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> list[int]:
-    """Padded slots at the left of each row. Raises ValueError: there is no row, or the mask is not
-    one of these tokens."""
-    if not len(input_ids_BT):
-        raise ValueError(
-            f"input_ids must have a row for each text, got none: {list(input_ids_BT.shape)}"
-        )
+    """Padded slots at the left of each row. Raises ValueError: the mask is not one of these
+    tokens."""
     rows, tokens = input_ids_BT.shape
     given: Tensor | None = model_kwargs.get("attention_mask")
     if given is not None and given.ndim == 2 and given.shape[0] == 1:  # of all rows

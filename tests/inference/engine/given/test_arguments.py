@@ -95,10 +95,24 @@ def test_positions_of_another_text_are_refused(medusa: MedusaModel, positions: A
         medusa.generate(**INPUTS, position_ids=positions, max_new_tokens=4)
 
 
-def test_no_row_at_all_is_refused(medusa: MedusaModel) -> None:
-    none = torch.zeros(0, 5, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"a row for each text, got none: \[0, 5\]"):
+@pytest.mark.parametrize("shape", [(0, 5), (1, 0)])
+def test_no_row_and_no_token_at_all_are_refused(
+    medusa: MedusaModel, shape: tuple[int, int]
+) -> None:
+    none = torch.zeros(shape, dtype=torch.long)
+    with pytest.raises(ValueError, match=rf"a row for each text, .* got none: \{[*shape]}"):
         medusa.generate(none, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("token", [-1, 10**6])
+def test_tokens_that_the_target_cannot_read_are_refused(medusa: MedusaModel, token: int) -> None:
+    """As those of a tokenizer that was given more of them, and the target not."""
+    readable = medusa.target.readable
+    ids = torch.tensor([[5, 6, readable - 1, token]])
+    sentence = f"the target has {readable} tokens, and the text has token ids from .*{token}"
+    with pytest.raises(ValueError, match=sentence):
+        medusa.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4)
+    medusa.generate(ids[:, :3], attention_mask=torch.ones_like(ids[:, :3]), max_new_tokens=4)
 
 
 def test_only_the_new_tokens_beside_a_cache_are_refused(medusa: MedusaModel) -> None:
