@@ -99,6 +99,16 @@ def refuse_heads(name: str | os.PathLike[str]) -> None:
         )
 
 
+def refuse_adapter(name: str | os.PathLike[str]) -> None:
+    """Raises NoModel where an adapter alone stands in the place of a model's own files."""
+    folder = expanded(name)
+    if _is_adapter(folder) and not _has_architecture(folder):
+        raise NoModel(
+            f"expected the files of a causal language model at {os.fspath(name)!r}, found a LoRA "
+            "adapter: merge it into its target, and name the folder with both"
+        )
+
+
 _INSTEAD: dict[Callable[[str | os.PathLike[str]], bool], str] = {
     is_draft: "found a draft model: use it with medusa-heads generate and chat, or as "
     "--draft_model of its target, or train heads with train-heads",

@@ -10,8 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.checkpoint import files
-from medusa_heads.checkpoint.adapter import adapter_digest, load_adapter
-from medusa_heads.checkpoint.checkpoint import load_heads, save_heads
+from medusa_heads.checkpoint.adapter import load_adapter
+from medusa_heads.checkpoint.checkpoint import (
+    has_adapter,
+    is_named_adapter,
+    load_heads,
+    save_heads,
+)
 from medusa_heads.checkpoint.provenance import provenance
 from medusa_heads.checkpoint.stored_heads import StoredHeads, read_sidecar
 from medusa_heads.files import expanded
@@ -215,8 +220,8 @@ class MedusaModel(AssistedModel):
             OSError: the folder cannot be written.
         """
         folder, stored = expanded(folder), self.stored
-        has_adapter = stored is not None and stored.adapter is not None
-        if not has_adapter and adapter_digest(self.target.model) is not None:
+        beside = stored is not None and stored.adapter is not None
+        if not beside and has_adapter(self.target) and not is_named_adapter(self.target):
             raise ValueError(
                 "the target carries an adapter that these heads were not loaded with: write them "
                 "with checkpoint.save_heads(..., adapter=), which stores both"

@@ -30,6 +30,7 @@ from medusa_heads.files import replace_json
 from medusa_heads.heads import DraftHeads, new_heads
 from medusa_heads.masking import masked
 from medusa_heads.target.features import check_layers
+from medusa_heads.target.loading import adapted_by
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.statistics import HeadStatistics
 
@@ -46,13 +47,25 @@ class LoadedHeads:
     stored: StoredHeads
 
 
-def describe_target(target: TargetModel) -> dict[str, Any]:
-    """A target as a sidecar has it: its name, revision and fingerprint."""
+def describe_target(target: TargetModel, adapter: PeftModel | None = None) -> dict[str, Any]:
+    """A target as a sidecar has it: its name, revision and fingerprint. Where it carries another
+    adapter than the one that is stored beside, under its name lies another model: it has none."""
+    nameless = adapter is None and has_adapter(target) and not is_named_adapter(target)
     return {
-        "name_or_path": target.name_or_path,
+        "name_or_path": "" if nameless else target.name_or_path,
         "revision": target.revision,
         **target.fingerprint(),
     }
+
+
+def has_adapter(target: TargetModel) -> bool:
+    """Whether the target carries a LoRA adapter that is at work."""
+    return hasattr(target.model, "peft_config") and adapter_digest(target.model) is not None
+
+
+def is_named_adapter(target: TargetModel) -> bool:
+    """Whether the target's name is that of an adapter, which it is loaded with."""
+    return adapted_by(target.name_or_path, local_files_only=True) is not None
 
 
 def save_heads(
@@ -89,7 +102,7 @@ def save_heads(
             name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
             for name, tensor in heads.state_dict().items()
         },
-        target=describe_target(target),
+        target=describe_target(target, adapter),
         statistics=statistics.to_dict() if statistics else None,
         provenance=provenance or {},
         adapter=of_adapter,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from medusa_heads.checkpoint.files import CONFIG_FILE, write_json
 from medusa_heads.checkpoint.tensor_file import write_tensors
+from medusa_heads.contents import refuse_adapter
 from medusa_heads.files import expanded, read_json
 from medusa_heads.heads.vocabulary import vocabulary
 from medusa_heads.hub.folder import check_inside
@@ -74,6 +75,7 @@ def read_target(
             f"expected a causal language model (a hub id or a local folder) at {name_or_path!r}, "
             "found a file"
         )
+    refuse_adapter(path)
     source = open_source(name_or_path, revision=revision, model=True)
     name = str(path) if path.is_dir() else source.name
     model = empty_model(name, source, trust_remote_code)

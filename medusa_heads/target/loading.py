@@ -14,7 +14,7 @@ import torch
 
 from medusa_heads.contents import refuse_heads
 from medusa_heads.errors import NoModel, first_line
-from medusa_heads.files import expanded, is_path
+from medusa_heads.files import expanded, is_path, read_json
 from medusa_heads.hub_probe import hub_failure
 from medusa_heads.machine import Choice, Shape, Use, as_dtype, choose, find_device
 
@@ -98,6 +98,8 @@ def load_causal_lm(
             ) from error
     if _on_hub(name):
         model.config._commit_hash = _commit(name, kwargs)
+    if getattr(model, "_hf_peft_config_loaded", False):  # an adapter's, which says another name
+        model.config._name_or_path, model.config._commit_hash = name, None
     if where is None and use is not None and getattr(model, "hf_quantizer", None) is None:
         where = find_device()
     if where is not None:
@@ -200,8 +202,19 @@ def _commit(repo_id: str, where: dict[str, Any]) -> str | None:
 def load_tokenizer(
     name: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer that lies beside a causal LM, by hub id or local path. Raises OSError,
-    ValueError: there is none."""
+    """The tokenizer that lies beside a causal LM, by hub id or local path; an adapter may have none
+    but its target's. Raises OSError, ValueError: there is none."""
+    try:
+        return _tokenizer_at(name, revision, trust_remote_code)
+    except (OSError, ValueError):
+        with asking_hub(name) as options:
+            adapted = adapted_by(name, revision, **options)
+        if adapted is None:
+            raise
+    return _tokenizer_at(adapted, None, trust_remote_code)
+
+
+def _tokenizer_at(name: str, revision: str | None, trusted: bool) -> PreTrainedTokenizerBase:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
@@ -209,12 +222,21 @@ def load_tokenizer(
     with asking_hub(name) as options:
         try:
             found = AutoTokenizer.from_pretrained(
-                name, revision=revision or "main", trust_remote_code=trust_remote_code, **options
+                name, revision=revision or "main", trust_remote_code=trusted, **options
             )
         # Of the configuration, which names the tokenizer; or of files that lack a part.
         except (StrictDataclassError, AttributeError, LookupError, TypeError) as error:
             raise ValueError(first_line(error)) from error
     return found
+
+
+def adapted_by(name: str, revision: str | None = None, **options: Any) -> str | None:
+    """The model that an adapter of this name belongs to; None where the name is of no adapter."""
+    from transformers.utils import find_adapter_config_file
+
+    found = find_adapter_config_file(name, revision=revision, **options) if name else None
+    base = None if found is None else read_json(found).get("base_model_name_or_path")
+    return base if isinstance(base, str) and base != name else None
 
 
 def find_tokenizer(

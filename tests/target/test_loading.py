@@ -7,13 +7,21 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
+from medusa_heads.checkpoint.adapter import adapter_digest
+from medusa_heads.checkpoint.checkpoint import describe_target, save_heads
+from medusa_heads.errors import NoModel
 from medusa_heads.target.loading import load_causal_lm, load_tokenizer
 from medusa_heads.target.target import TargetModel
+from medusa_heads.training.arguments.target import TargetArguments
+from medusa_heads.training.hidden.meta_target import meta_target
 from tests.conftest import TinyLlama
+from tests.inference.speaking import make_tokenizer
 
 AWAY = """
 import time
@@ -97,10 +105,56 @@ def test_a_device_map_may_lay_out_the_target_of_an_adapter(
     tiny_llama: TinyLlama, tmp_path: Path
 ) -> None:
     """Whose folder has no configuration of a model."""
-    peft = pytest.importorskip("peft")
-    tiny_llama().save_pretrained(tmp_path / "target")
-    target = TargetModel.from_pretrained(str(tmp_path / "target"))
-    adapter = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
-    peft.get_peft_model(target.model, adapter).save_pretrained(tmp_path / "adapter")
-    loaded = TargetModel.from_pretrained(str(tmp_path / "adapter"), device_map={"": "cpu"})
+    loaded = TargetModel.from_pretrained(save_adapter(tiny_llama, tmp_path), device_map={"": "cpu"})
     assert any("lora" in name for name, _ in loaded.model.named_parameters())
+
+
+def save_adapter(tiny_llama: TinyLlama, folder: Path) -> str:
+    """The folder of an adapter that is no zero, beside that of its target."""
+    peft = pytest.importorskip("peft")
+    tiny_llama().save_pretrained(folder / "target")
+    target = TargetModel.from_pretrained(str(folder / "target"))
+    settings = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"], "init_lora_weights": False}
+    peft.get_peft_model(target.model, peft.LoraConfig(**settings)).save_pretrained(folder / "lora")
+    return str(folder / "lora")
+
+
+def test_heads_on_an_adapter_are_loaded_on_it_again(tiny_llama: TinyLlama, tmp_path: Path) -> None:
+    """transformers knows such a target by the name of the model that the adapter was put into, with
+    which heads wrote that model's text."""
+    adapter = save_adapter(tiny_llama, tmp_path)
+    target = TargetModel.from_pretrained(adapter)
+    assert target.name_or_path == adapter
+    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=1))
+    save_heads(tmp_path / "heads", heads, target)
+    loaded = MedusaModel.from_pretrained(tmp_path / "heads", tree="none")
+    assert adapter_digest(loaded.target.model) == adapter_digest(target.model) is not None
+    assert loaded.save_pretrained(tmp_path / "saved").exists()
+    with pytest.raises(NoModel, match="found a LoRA adapter: merge it into its target"):
+        meta_target(TargetArguments(adapter))
+
+
+def test_an_adapter_in_memory_gives_its_target_no_name(
+    tiny_llama: TinyLlama, tmp_path: Path
+) -> None:
+    adapter = save_adapter(tiny_llama, tmp_path)
+    target = TargetModel.from_pretrained(str(tmp_path / "target"))
+    assert describe_target(target)["name_or_path"] == str(tmp_path / "target")
+    adapted = import_module("peft").PeftModel.from_pretrained(target.model, adapter)
+    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=1))
+    save_heads(tmp_path / "heads", heads, TargetModel(adapted))
+    with pytest.raises(ValueError, match="does not name its target: pass target="):
+        MedusaModel.from_pretrained(tmp_path / "heads", tree="none")
+
+
+def test_an_adapters_tokenizer_is_its_own_or_its_targets(
+    tiny_llama: TinyLlama, tmp_path: Path
+) -> None:
+    adapter, tokenizer = save_adapter(tiny_llama, tmp_path), make_tokenizer()
+    with pytest.raises(ValueError, match="tokenizer"):
+        load_tokenizer(adapter)
+    tokenizer.save_pretrained(tmp_path / "target")
+    assert len(load_tokenizer(adapter)) == len(tokenizer)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(adapter)
+    assert len(load_tokenizer(adapter)) == len(tokenizer)

@@ -11,7 +11,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from medusa_heads.contents import refuse_heads
+from medusa_heads.contents import refuse_adapter, refuse_heads
 from medusa_heads.errors import first_line
 from medusa_heads.files import expanded, read_json
 from medusa_heads.machine import Shape, choose
@@ -51,6 +51,7 @@ def meta_target(arguments: TargetArguments, device: torch.device | None = None) 
     Raises ValueError: no configuration of a causal language model stands there."""
     name = arguments.model_name_or_path
     refuse_heads(name)
+    refuse_adapter(name)
     try:
         with asking_hub(name) as options:
             config = AutoConfig.from_pretrained(name, **arguments.source(), **options)

@@ -41,7 +41,7 @@ def show(arguments: EnvArguments) -> None:
     measurement fail.
     """
     from medusa_heads import machine
-    from medusa_heads.contents import refuse_heads
+    from medusa_heads.contents import refuse_adapter, refuse_heads
     from medusa_heads.target.loading import stored_form
 
     say = partial(print, flush=True)
@@ -49,6 +49,7 @@ def show(arguments: EnvArguments) -> None:
     form = None
     if arguments.target is not None:
         refuse_heads(arguments.target)
+        refuse_adapter(arguments.target)
         form = stored_form(arguments.target)
         if form is None:
             raise ValueError(
