@@ -24,6 +24,7 @@ from typing import Any, get_type_hints
 from medusa_heads.cli.choices import forget_choices
 from medusa_heads.cli.flags.config_file import read_config
 from medusa_heads.cli.flags.parser import make_parser
+from medusa_heads.cli.flags.streams import usable_streams
 from medusa_heads.cli.flags.unknown_names import explain_flag
 from medusa_heads.errors import MedusaWarning, is_disk_full
 from medusa_heads.masking import masked, without_passwords
@@ -50,6 +51,11 @@ def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> in
     # Waiting threads sleep instead of spinning, which on busy cores slows small models tenfold.
     # Read when torch is loaded, which commands do within.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    with usable_streams():
+        return _run(main, prog)
+
+
+def _run(main: Callable[[], object], prog: str) -> int:
     try:
         with _own_warnings_as_sentences(prog), _ended_by_sigterm():
             code = main()
