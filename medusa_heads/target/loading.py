@@ -52,6 +52,11 @@ def load_causal_lm(
     if any(kwargs.get(key) is not None for key in ("device_map", "quantization_config")):
         use = None
     refuse_heads(name)
+    if expanded(name).is_file():
+        raise NoModel(
+            f"expected a causal language model (a hub id or a local folder) at {name!r}, found a "
+            "file: name the folder of a model in transformers' format"
+        )
     if is_path(name):
         name = str(expanded(name))
         if not Path(name).is_dir():

@@ -62,9 +62,10 @@ class TargetModel(HiddenReader):
 
     def __init__(self, model: PreTrainedModel) -> None:
         model = unwrapped(model)
-        if getattr(model, "get_output_embeddings", lambda: None)() is None:
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        if not isinstance(getattr(head, "weight", None), Tensor):
             raise ValueError(
-                f"{type(model).__name__} has no lm_head: a loaded causal language model is needed"
+                f"{type(model).__name__} has no lm_head that is a matrix: load one that has it"
             )
         self.model = model
         take_tree_masks()  # before the model is compiled: graphs would not outlive it

@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
 from medusa_heads.checkpoint.adapter import adapter_digest
@@ -158,3 +159,20 @@ def test_an_adapters_tokenizer_is_its_own_or_its_targets(
     tokenizer.add_tokens(["<new>"])
     tokenizer.save_pretrained(adapter)
     assert len(load_tokenizer(adapter)) == len(tokenizer)
+
+
+@pytest.mark.filterwarnings("ignore")  # it is deprecated, and still what CPUs are told of
+def test_an_lm_head_that_keeps_no_matrix_is_refused(tiny_llama: TinyLlama) -> None:
+    kinds = {torch.nn.Linear}
+    quantised = torch.ao.quantization.quantize_dynamic(tiny_llama(), kinds, dtype=torch.qint8)
+    with pytest.raises(ValueError, match="has no lm_head that is a matrix"):
+        TargetModel(quantised)
+
+
+def test_a_file_in_a_models_place_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its name looks like; transformers takes it for a configuration that is damaged."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for name in ("model.gguf", "./model.gguf", str(tmp_path / "model.gguf")):
+        with pytest.raises(NoModel, match="found a file: name the folder of a model"):
+            load_causal_lm(name, dtype="auto", trust_remote_code=False)
