@@ -48,8 +48,7 @@ class TargetModel(HiddenReader):
     Attributes:
         model: the causal LM.
         packs: whether it reads few tokens by packed matrices, on a CPU that is faster so.
-        looks: whether the last read was the first of its shape in a text that is compiled, which
-            took longer than others: what its graph was made for was looked at.
+        looks: whether the last read was the first of its shape in a compiled text, and took longer.
         one_shape: whether trees of another size take long to make ready for.
 
     Raises:
@@ -62,8 +61,8 @@ class TargetModel(HiddenReader):
 
     def __init__(self, model: PreTrainedModel) -> None:
         model = unwrapped(model)
-        head = getattr(model, "get_output_embeddings", lambda: None)()
-        if not isinstance(getattr(head, "weight", None), Tensor):
+        lm_head = getattr(model, "get_output_embeddings", lambda: None)()
+        if not isinstance(getattr(lm_head, "weight", None), Tensor):
             raise ValueError(
                 f"{type(model).__name__} has no lm_head that is a matrix: load one that has it"
             )

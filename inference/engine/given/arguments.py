@@ -31,6 +31,21 @@ def refuse_unsupported(
 ) -> None:
     """Refuse by name what would otherwise be ignored in silence, which is not read with the prompt
     alone."""
+    refused, of_target = _asked(config, own), _asked(own, own)
+    # What the model would read in every forward, but is not handed on with a tree.
+    for name, value in model_kwargs.items():
+        if name not in _READ_HERE and name not in with_prompt and is_said(value):
+            refused.append(name)
+    if refused:
+        there = "" if set(refused) - set(of_target) else " of the target's generation_config"
+        raise ValueError(
+            f"tree decoding does not support {', '.join(refused)}: leave it out{there}, or call "
+            "the target's own generate()"
+        )
+
+
+def _asked(config: GenerationConfig, own: GenerationConfig) -> list[str]:
+    """What of it a configuration asks for, beside the target's own."""
     refusals = {
         "num_beams > 1": (config.num_beams or 1) > 1,
         # Training turns it off, and fine-tuned models are saved so.
@@ -47,16 +62,7 @@ def refuse_unsupported(
         "force_words_ids": getattr(config, "force_words_ids", None) is not None,
         "constraints": getattr(config, "constraints", None) is not None,
     }
-    refused = [name for name, asked in refusals.items() if asked]
-    # What the model would read in every forward, but is not handed on with a tree.
-    for name, value in model_kwargs.items():
-        if name not in _READ_HERE and name not in with_prompt and is_said(value):
-            refused.append(name)
-    if refused:
-        raise ValueError(
-            f"tree decoding does not support {', '.join(refused)}: leave it out, or call the "
-            "target's own generate()"
-        )
+    return [name for name, asked in refusals.items() if asked]
 
 
 def on_device(input_ids_BT: Tensor, model_kwargs: dict[str, Any], device: torch.device) -> Tensor:

@@ -34,6 +34,19 @@ def test_what_cannot_be_honoured_is_refused_by_name(
         medusa.generate(**INPUTS, max_new_tokens=4, **options)
 
 
+def test_what_the_targets_own_settings_ask_for_is_told_to_be_theirs(
+    medusa: MedusaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever gave no such option cannot leave it out."""
+    own = "leave it out of the target's generation_config, or"
+    monkeypatch.setattr(medusa.target.model.generation_config, "num_beams", 4)
+    with pytest.raises(ValueError, match=f"num_beams > 1: {own}"):
+        medusa.generate(**INPUTS, max_new_tokens=4)
+    with pytest.raises(ValueError, match="output_attentions=True: leave it out, or"):
+        medusa.generate(**INPUTS, max_new_tokens=4, output_attentions=True)
+    medusa.generate(**INPUTS, max_new_tokens=4, num_beams=1)
+
+
 @pytest.mark.parametrize("name", ["force_words_ids", "constraints"])
 def test_words_that_must_come_are_refused(medusa: MedusaModel, name: str) -> None:
     options: dict[str, Any] = {name: [[5]]}
