@@ -76,6 +76,9 @@ def _holding(pattern: str) -> Callable[[str | os.PathLike[str]], bool]:
     return lambda folder: any(path.is_file() for path in Path(folder).glob(pattern))
 
 
+_is_adapter = _holding(ADAPTER_CONFIG)
+
+
 def _is_foreign(folder: str | os.PathLike[str]) -> bool:
     """Whether heads as other projects store them lie there, by what their configurations alone
     say."""
@@ -114,8 +117,7 @@ _INSTEAD: dict[Callable[[str | os.PathLike[str]], bool], str] = {
     "--draft_model of its target, or train heads with train-heads",
     is_mtp: "found multi-token-prediction modules: use them with medusa-heads generate and chat, "
     "or write them into a copy of their target with medusa-heads export --to transformers",
-    _holding(ADAPTER_CONFIG): "found a LoRA adapter: merge it into its target, and train heads "
-    "for that",
+    _is_adapter: "found a LoRA adapter: merge it into its target, and train heads for that",
     _is_foreign: "found heads of another project: read them with medusa-heads convert",
     is_model: "found a model without heads: train some with train-heads, convert another project's "
     "with medusa-heads convert, or draft without any (medusa-heads generate --drafter auto)",
