@@ -177,11 +177,10 @@ def generation_options(arguments: DecodingArguments, tokenizer: Any) -> dict[str
     options = {
         "max_new_tokens": arguments.max_new_tokens,
         "do_sample": arguments.do_sample or bool(set(SAMPLING) & set(chosen)),
+        "tokenizer": tokenizer,  # the target's own settings may name strings to stop at
         **chosen,
     }
-    if arguments.stop:
-        options |= {"stop_strings": arguments.stop, "tokenizer": tokenizer}
-    return options
+    return options | ({"stop_strings": arguments.stop} if arguments.stop else {})
 
 
 def _given(arguments: DraftingArguments, names: tuple[str, ...]) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -205,13 +207,20 @@ def test_mistakes_are_one_sentence(
     assert message in refused(main, [flag.format(checkpoint) for flag in flags])
 
 
-def test_ends_behind_a_stop_string(speaker: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base = [str(speaker / "heads"), "--prompt", "def f(", "--max-new-tokens", "40"]
-    assert main(base) == 0
+def test_ends_behind_a_stop_string(
+    speaker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the target's own settings name it."""
+    own = shutil.copytree(speaker / "target", tmp_path / "target")
+    rest = ["--prompt", "def f(", "--max-new-tokens", "40"]
+    assert main([str(speaker / "heads"), *rest]) == 0
     whole = capsys.readouterr().out
     stop, other = whole[20:22], "no such text"
-    assert main([*base, "--stop", other, "--stop", stop]) == 0
-    assert capsys.readouterr().out == whole[: whole.index(stop, 6) + 2] + "\n"
+    (own / "generation_config.json").write_text(json.dumps({"stop_strings": [stop]}))
+    stopping = [str(speaker / "heads"), "--stop", other, "--stop", stop]
+    for how in (stopping, [str(own), "--drafter", "suffix"]):
+        assert main([*how, *rest]) == 0
+        assert capsys.readouterr().out == whole[: whole.index(stop, 6) + 2] + "\n"
 
 
 @pytest.mark.parametrize("rule", ["typical", "threshold", "log_ratio"])
