@@ -52,7 +52,7 @@ class TreeMask:
     visible_BNS: Tensor  # cached rows of its own text, and its own path in the tree
     query_positions_BN: Tensor  # where each node stands in its text
     first_slot: int | Tensor  # where the tree begins in the cache; a tensor where no host knows
-    padding_B: Tensor | None = None  # slots of left padding, None where no row has any
+    padding_B: Tensor | None = None  # slots before the first position, None where no row has any
     bias_BNS: Tensor | None = None  # causal layers' mask as numbers, where it is kept ready
     # Where P nodes of the same tree, written before `first_slot` in earlier forwards, stand.
     written_positions_BP: Tensor | None = None

@@ -260,10 +260,3 @@ def test_multimodal_targets_write_text_of_text(multimodal: Any) -> None:
     got: Any = model.generate(prompt, **options)
     assert torch.equal(got, expected)
     assert model.last_stats is not None and model.last_stats.tokens_per_step > 2
-
-
-def test_images_are_refused_by_the_name_they_are_given_by(multimodal: Any) -> None:
-    model = TrainingFreeModel(TargetModel(multimodal), "suffix")
-    image = {"image": torch.zeros(1)}
-    with pytest.raises(ValueError, match=r"pixel_values|mm_encoder_outputs"):
-        model.generate(torch.tensor([[5, 17]]), max_new_tokens=2, mm_encoder_outputs=image)
