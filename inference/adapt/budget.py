@@ -90,6 +90,14 @@ class Budget:
                 break
         return best, most
 
+    def untried(self, size: int) -> int | None:
+        """The next larger size, where no step told how long that takes: what was measured of it may
+        be too much, and it would never be taken. None where there is none."""
+        above = next((each for each in self.sizes if each > size), None)
+        if above is None or self._clock.knows(self.rows * (above + 1) + self.again):
+            return None
+        return above
+
     def may_pay(self, beyond: int, value: float, bound: Callable[[int], float]) -> bool:
         """Whether more nodes than `beyond` may be worth more than this many tokens.
 

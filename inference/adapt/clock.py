@@ -15,6 +15,7 @@ from functools import cache
 _LEVEL = 1 / 24  # the share of what is known of all sizes that a new step makes up
 _OWN_PRIOR = 2.0  # steps for which a measured size counts
 _OWN_KEPT = 0.96
+_KNOWN = 4.0  # steps of a size, from which on it is known
 _SURPRISE = 0.6  # in logarithms: an interrupted step says no more than this
 _ALL_OF, _ONE_IN = 64, 3  # steps that are learnt from: all of the first ones, then one in so many
 USUAL_AGAIN, _LONGEST_AGAIN = 12, 64  # tokens read again
@@ -71,6 +72,11 @@ class Clock:
             off = self._levels[self._octave] + mean * weight / (weight + _OWN_PRIOR)
             known = self._known[tokens] = self._measured(tokens) * math.exp(off)
         return known
+
+    def knows(self, tokens: int) -> bool:
+        """Whether steps of about so many tokens were taken."""
+        weight, _ = self._own.get(_size(tokens), (0.0, 0.0))
+        return not self._learns or weight >= _KNOWN
 
     def curve(self, rows: int, most: int, again: int = 0) -> list[float]:
         """Seconds of steps that verify 0, 1, 2, .. up to `most` nodes behind each root."""

@@ -92,6 +92,7 @@ class Situation:
         self._clock, self.group, self.rows, self._stay = clock, group, rows, padded
         self.graphs = list(sizes) if padded else []
         self.allowance = Allowance(clock.step(rows))
+        self.sizing = Allowance(clock.step(rows), 1.0)  # of trials of sizes
         # Where more is expected of the text, a second is worth more; such passages last.
         self.budgets = [Budget(clock, sizes, rows, padded=padded) for _ in _TYPICAL]
         # Not at the text, and at it.
@@ -146,7 +147,7 @@ class Situation:
 
     def grow(self, seconds: float) -> None:
         """So much time has passed."""
-        for allowance in (self.allowance, *self.allowances):
+        for allowance in (self.allowance, self.sizing, *self.allowances):
             allowance.grow(seconds)
 
     def drafting(self, source: Source) -> float:

@@ -130,6 +130,10 @@ class BlendedDrafter(Drafter):
             seconds = self._clock.drafting(name) + self._clock.drafting(f"observing {source.name}")
             seconds += budget.seconds(draft.size) - budget.seconds(before.size)
             trials.append(Trial(gains, before, draft, seconds))
+        if any(offered) and not (self._always or self.padded):
+            larger = budget.untried(draft.size)
+            if larger and situation.sizing.pay(budget.seconds(larger) - budget.seconds(draft.size)):
+                draft = self._grow(state, situation, written, budget, offered, larger)
         size = draft.size
         if situation.graphs:  # made in the first steps of a text, which nobody times
             size = situation.graphs.pop()
@@ -230,6 +234,7 @@ class BlendedDrafter(Drafter):
         written: Sequence[float],
         budget: Budget,
         offered: Sequence[Sequence[Proposal]],
+        exactly: int | None = None,
     ) -> Draft:
         """The best trees of what is known so far."""
         if not any(offered):
@@ -251,7 +256,8 @@ class BlendedDrafter(Drafter):
             for row, own, most in zip(state.rows, offered, most_B, strict=True)
         ]
         # Graphs that are to be made take trees of any size.
-        return grown(growing, budget, situation.pace(written), whole=bool(situation.graphs))
+        whole, pace = bool(situation.graphs), situation.pace(written)
+        return grown(growing, budget, pace, whole=whole, exactly=exactly)
 
     def _situation(self, state: DecodingState) -> Situation:
         drawing, rows = state.drawing, len(state.rows)

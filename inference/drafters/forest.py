@@ -13,7 +13,14 @@ from medusa_heads.trees.prefix_tree import PrefixTree
 _FEW = 3  # nodes that trees grow by at least, before it is asked whether more of them may pay
 
 
-def grown(growing: Sequence[Growing], budget: Budget, pace: Pace, *, whole: bool = False) -> Draft:
+def grown(
+    growing: Sequence[Growing],
+    budget: Budget,
+    pace: Pace,
+    *,
+    whole: bool = False,
+    exactly: int | None = None,
+) -> Draft:
     """The number of nodes that gains the most, and trees of at least as many.
 
     All rows' trees grow side by side. No node is likelier than the one before it, so that it is
@@ -24,8 +31,14 @@ def grown(growing: Sequence[Growing], budget: Budget, pace: Pace, *, whole: bool
         budget: what decides how many nodes pay.
         pace: of these rows.
         whole: the trees grow to their ends.
+        exactly: so many nodes are taken, whether they pay or not.
     """
     sizes, trees = budget.sizes, [each.tree for each in growing]
+    if exactly is not None:
+        for each in growing:
+            each.to(exactly)
+        size = min(exactly, max(map(len, trees)) - 1)
+        return Draft(trees, _expected(trees, pace, size), size)
     expected: dict[int, float] = {}
     nodes, counted = sizes[0], 0
     while True:

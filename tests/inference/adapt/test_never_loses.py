@@ -142,3 +142,15 @@ def test_a_source_that_was_not_timed_outlives_an_interruption(
         seconds(auto, texts, USUAL, time, usual=0.7)
         took.append(time.now - began - pause)
     assert took[1] <= 1.05 * took[0]
+
+
+def test_sizes_that_were_measured_too_dear_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As beside other programs. Of what is never taken nobody would be told."""
+    time = Time(monkeypatch)
+    texts = [written(200, 0.0, seed) for seed in range(16)]
+    dear = Machine(lambda tokens: STEP * (1 + 0.12 * tokens), USUAL.guess)
+    took = [
+        seconds(adaptive(Guesses(texts, 0.7, USUAL, time), believed), texts, USUAL, time, rows=4)
+        for believed in (USUAL, dear)
+    ]
+    assert took[1] <= 1.04 * took[0]
