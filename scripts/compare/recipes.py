@@ -5,10 +5,11 @@
     python -m scripts.compare.recipes --recipes together --num_prompts 1024 2048 4096
 
 Every recipe trains on as many tokens, in the same order of prompts, from pieces of the standard
-library; all are measured on the target's own continuations of held-out prompts: tokens per step, by
-walking each text with the best static tree that the other half of the texts implies, and of dynamic
-trees at any of their positions. The heads stay in OUTPUT_DIR/heads/RECIPE. Of several amounts of
-text the smaller begin the larger, and below the table stands what twice the text gives.
+library, at the rate and with the rows a step that train-heads chooses by itself. All are measured
+on the target's own continuations of held-out prompts: tokens per step, by walking each text with
+the best static tree that the other half of the texts implies, and of dynamic trees at any of their
+positions. The heads stay in OUTPUT_DIR/heads/RECIPE. Of several amounts of text the smaller begin
+the larger, and below the table stands what twice the text gives.
 
 Shapes: B texts, T tokens, K heads.
 """
@@ -66,69 +67,58 @@ class Recipe:
         heads: arguments of HeadsConfig.
         self_distilled: learn from the target's own text instead of the corpus's.
         loss: weights of LossConfig's terms.
-        learning_rate: peak.
     """
 
     name: str
     heads: Mapping[str, Any]
     self_distilled: bool = False
     loss: Mapping[str, float] = field(default_factory=lambda: {"cross_entropy": 1.0})
-    learning_rate: float = 5e-3
 
 
 FORWARD_KL = {"forward_kl": 1.0}
-TOGETHER = {"kind": "hydra", "num_heads": 5, "prefix_attention": True}
-CORRECTED = {"num_heads": 5, "correction_rank": 128}
-EAGLE3 = {"kind": "eagle3", "num_heads": 5}
+FIVE = {"num_heads": 5}
+TOGETHER = FIVE | {"kind": "hydra", "prefix_attention": True}
+CORRECTED = FIVE | {"correction_rank": 128}
+EAGLE3 = FIVE | {"kind": "eagle3"}
 NORMED = {"decoder": replace(DecoderShape.of_width(384), norm_output=True)}  # the target's width
+PREFIX = {"prefix_attention": True}
 RECIPES = {
-    "plain-own": Recipe("plain: corpus text, own matrices", {"vocab_matrix": "own"}, False),
+    "plain-own": Recipe("plain: corpus text, own matrices", {"vocab_matrix": "own"}),
     "plain": Recipe("plain: corpus text, shared matrix", {}),
     "distilled": Recipe("plain + self-distilled text", {}, True),
     "kl": Recipe("plain + KL to the target", {}, False, FORWARD_KL),
-    "sequential": Recipe("plain + sequential heads", {"kind": "hydra"}, False, learning_rate=3e-3),
-    "prefix": Recipe(
-        "plain + prefix attention", {"prefix_attention": True}, False, learning_rate=3e-3
-    ),
-    "prefix-distilled": Recipe(
-        "self-distilled, 5 heads, prefix attention",
-        {"num_heads": 5, "prefix_attention": True},
-        True,
-        learning_rate=3e-3,
-    ),
-    "corrected": Recipe("self-distilled, 5 corrected heads", CORRECTED, True, learning_rate=3e-3),
-    "prefix-corrected": Recipe(
-        "self-distilled, 5 corrected heads, prefix attention",
-        CORRECTED | {"prefix_attention": True},
-        True,
-        learning_rate=3e-3,
-    ),
-    "eagle3": Recipe(
-        "self-distilled, 5 steps of an eagle3 layer", EAGLE3, True, learning_rate=4e-3
-    ),
-    "eagle3-features": Recipe(
-        "self-distilled, 5 steps of an eagle3 layer over three layers",
-        EAGLE3 | {"features": [1, 3, 5]},
-        True,
-        learning_rate=4e-3,
-    ),
-    "prefix-corrected-features": Recipe(
-        "self-distilled, 5 corrected heads, prefix attention, features",
-        CORRECTED | {"prefix_attention": True, "features": [1, 3]},
-        True,
-        learning_rate=3e-3,
-    ),
-    "block": Recipe(
-        "self-distilled, 5 corrected heads of a block over three layers",
-        CORRECTED | {"kind": "block", "features": [1, 3, 5]},
-        True,
-        learning_rate=3e-3,
-    ),
-    "together": Recipe("all together, cross-entropy", TOGETHER, True, learning_rate=3e-3),
-    "together-6": Recipe(
-        "all together, 6 heads", TOGETHER | {"num_heads": 6}, True, learning_rate=3e-3
-    ),
-    "together-kl": Recipe("all together, KL", TOGETHER, True, FORWARD_KL, learning_rate=3e-3),
+    "sequential": Recipe("plain + sequential heads", {"kind": "hydra"}),
+    "prefix": Recipe("plain + prefix attention", PREFIX),
+    "together-kl": Recipe("all together, KL", TOGETHER, True, FORWARD_KL),
+    "together-6": Recipe("all together, 6 heads", TOGETHER | {"num_heads": 6}, True),
+}
+RECIPES |= {
+    key: Recipe(f"self-distilled, 5 {name}", heads, True)
+    for key, name, heads in (
+        ("independent", "independent heads", FIVE),
+        ("prefix-distilled", "independent heads, prefix attention", FIVE | PREFIX),
+        ("corrected", "corrected heads", CORRECTED),
+        ("corrected-features", "corrected heads, features", CORRECTED | {"features": [1, 3]}),
+        ("prefix-corrected", "corrected heads, prefix attention", CORRECTED | PREFIX),
+        (
+            "prefix-corrected-features",
+            "corrected heads, prefix attention, features",
+            CORRECTED | PREFIX | {"features": [1, 3]},
+        ),
+        (
+            "block",
+            "corrected heads of a block over three layers",
+            CORRECTED | {"kind": "block", "features": [1, 3, 5]},
+        ),
+        ("sequential-distilled", "sequential heads", FIVE | {"kind": "hydra"}),
+        ("together", "sequential heads, prefix attention", TOGETHER),
+        ("eagle3", "steps of an eagle3 layer", EAGLE3),
+        (
+            "eagle3-features",
+            "steps of an eagle3 layer over three layers",
+            EAGLE3 | {"features": [1, 3, 5]},
+        ),
+    )
 }
 RECIPES |= {
     f"{key}-norm": replace(of, name=f"{of.name}, norm_output", heads={**of.heads, **NORMED})
@@ -196,7 +186,6 @@ def run(name: str, texts: Texts, prompts: int, arguments: CompareArguments) -> d
     config = HeadsConfig(**recipe.heads)
     rows = (texts.distilled if recipe.self_distilled else texts.corpus).select(range(prompts))
     optimisation = OptimisationArguments(
-        learning_rate=recipe.learning_rate if config.vocab_matrix == "shared" else 1e-3,
         num_train_epochs=arguments.num_train_epochs,
         bf16=autocast(),
         per_device_eval_batch_size=32,

@@ -22,5 +22,13 @@ def test_every_kind_is_measured(
     assert "the target, one token" in printed and " 1.00 " in printed
 
 
+def test_checkpoints_are_measured_behind_text(capsys: pytest.CaptureFixture[str]) -> None:
+    amounts = "--context 16 --rounds 2 --dtype float32 --trees dynamic:8"
+    assert main(["--heads", "assets/demo-heads", *amounts.split()]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count(" dynamic:8 ") == printed.count(" demo-heads ") == 1
+    assert not any(f" {kind} " in printed for kind in KINDS)
+
+
 def test_unknown_kinds_are_refused(refused: Refused) -> None:
     assert "kinds are independent, corrected" in refused(main, ["--kinds", "medusa"])
