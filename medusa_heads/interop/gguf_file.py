@@ -48,6 +48,7 @@ _BESIDE = {
     "markov_head.markov_w1.weight": "markov_w1.weight",
     "markov_head.markov_w2.weight": "markov_w2.weight",
 }
+_OF_YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 _MASK = "tokenizer.ggml.mask_token_id"
 _CONTEXT = 131072
 
@@ -60,10 +61,12 @@ def check_fits(stored: StoredHeads) -> None:
         positions = shape.rope_parameters["rope_type"]
         if shape.attention_bias:
             raise ValueError("llama.cpp holds no biases in the attention of heads")
-    if positions not in ("default", "linear"):
+        if said := [name for name in _OF_YARN if shape.rope_parameters.get(name) is not None]:
+            raise ValueError(f"llama.cpp's file holds no {said[0]} of the positions of heads")
+    if positions == "llama3" and config.kind == "block":
         raise ValueError(
-            f"llama.cpp's file is written for positions that turn by the rules default and linear, "
-            f"and these heads' turn by {positions}"
+            "llama.cpp turns positions of block heads by the rules default, linear and yarn, and "
+            "these heads' turn by llama3"
         )
     if config.kind == "block":
         return
@@ -152,12 +155,26 @@ def _add_sizes(writer: Any, hidden_size: int, num_layers: int, shape: LayerShape
     writer.add_value_length(shape.head_dim)
     writer.add_layer_norm_rms_eps(shape.rms_norm_eps)
     writer.add_rope_dimension_count(shape.head_dim)
-    writer.add_rope_freq_base(float(shape.rope_parameters.get("rope_theta") or 10_000.0))
-    if shape.rope_parameters["rope_type"] == "linear":
-        from gguf import RopeScalingType
+    _add_positions(writer, hidden_size, shape)
 
-        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(float(shape.rope_parameters["factor"]))
+
+def _add_positions(writer: Any, hidden_size: int, shape: LayerShape) -> None:
+    from gguf import RopeScalingType
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    rope = shape.rope_parameters
+    theta = float(rope.get("rope_theta") or 10_000.0)
+    writer.add_rope_freq_base(theta)
+    if rope["rope_type"] == "llama3":  # by what each frequency is divided
+        turns = LlamaRotaryEmbedding(shape.layer_config(LlamaConfig, hidden_size)).inv_freq
+        plain = theta ** -(torch.arange(len(turns)) / len(turns))
+        writer.add_tensor("rope_freqs.weight", (plain / turns).numpy())
+    elif rope["rope_type"] != "default":
+        writer.add_rope_scaling_type(RopeScalingType[rope["rope_type"].upper()])
+        writer.add_rope_scaling_factor(float(rope["factor"]))
+        if rope["rope_type"] == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
 
 
 def _add_tensor(gguf: Any, writer: Any, name: str, tensor: Tensor, shape: LayerShape) -> None:

@@ -29,8 +29,10 @@ USUAL = DecoderShape.of_width(384)
 HELD = replace(USUAL, feature_norm="all")
 EAGLE3: dict[str, Any] = {"kind": "eagle3", "features": [0, 2, 4], "decoder": HELD}
 BLOCK: dict[str, Any] = {"kind": "block", "features": [1, 4], "correction_rank": 8}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 YARN |= {"original_max_position_embeddings": 512}
+LLAMA3 = YARN | {"rope_type": "llama3", "factor": 8.0}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 Heads = Callable[..., Path]
 
 
@@ -122,13 +124,28 @@ def test_a_block_says_how_it_drafts(heads: Heads, target: Path) -> None:
             assert said(reader, name) == said(of_target, name)
 
 
-def test_positions_that_are_stretched_are_said(heads: Heads, target: Path) -> None:
-    rope = {"rope_type": "linear", "rope_theta": 2e4, "factor": 2.0}
+@pytest.mark.parametrize("rule", ["linear", "yarn"])
+def test_positions_that_are_stretched_are_said(heads: Heads, target: Path, rule: str) -> None:
+    rope = YARN | {"rope_type": rule, "rope_theta": 2e4, "factor": 2.0}
+    if rule == "linear":
+        del rope["original_max_position_embeddings"]
     shape = replace(HELD, rope_parameters=rope)
     reader = written(heads(**EAGLE3 | {"decoder": shape}), target)
-    assert said(reader, "eagle3.rope.scaling.type") == "linear"
+    assert said(reader, "eagle3.rope.scaling.type") == rule
     assert said(reader, "eagle3.rope.scaling.factor") == 2.0
+    if rule == "yarn":
+        assert said(reader, "eagle3.rope.scaling.original_context_length") == 512
     assert said(reader, "eagle3.rope.freq_base") == 2e4
+
+
+def test_frequencies_of_llama3_are_written_as_divisors(heads: Heads, target: Path) -> None:
+    shape = replace(HELD, rope_parameters=LLAMA3)
+    reader = written(heads(**EAGLE3 | {"decoder": shape}), target)
+    (divisors,) = (each.data for each in reader.tensors if each.name == "rope_freqs.weight")
+    assert len(divisors) == HELD.head_dim // 2
+    assert divisors[0] == 1 and np.isclose(divisors[-1], 8)  # short waves stay, long ones stretch
+    assert (np.diff(divisors) >= -1e-5).all()
+    assert "eagle3.rope.scaling.type" not in reader.fields
 
 
 @pytest.mark.parametrize(
@@ -143,10 +160,14 @@ def test_positions_that_are_stretched_are_said(heads: Heads, target: Path) -> No
         (EAGLE3 | {"features": [1, 3, 5]}, "no output of the target's last layer .5.: train with"),
         (EAGLE3 | {"decoder": replace(HELD, norm_output=True)}, "knows no norm_output"),
         (
-            EAGLE3 | {"decoder": replace(HELD, rope_parameters=YARN)},
-            "these heads' turn by yarn",
+            EAGLE3 | {"decoder": replace(HELD, rope_parameters=YARN | {"beta_fast": 16.0})},
+            "holds no beta_fast of the positions",
         ),
         (EAGLE3 | {"decoder": replace(HELD, attention_bias=True)}, "no biases in the attention"),
+        (
+            BLOCK | {"decoder": replace(BlockShape.of_width(384), rope_parameters=LLAMA3)},
+            "linear and yarn, and these heads' turn by llama3",
+        ),
         (BLOCK | {"features": [1, 5]}, "no output of the target's last layer"),
         (BLOCK | {"features": None}, "layers that read features, and these read the target's last"),
         (

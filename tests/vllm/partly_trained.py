@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from medusa_heads.checkpoint.checkpoint import load_heads
 from medusa_heads.config import HeadsConfig
-from medusa_heads.decoder_shape import DecoderShape
+from medusa_heads.decoder_shape import BlockShape, DecoderShape
 from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.bench.prompts import held_out_prompts
 from medusa_heads.inference.serving.chain import greedy
@@ -24,6 +24,8 @@ NUM_HEADS = 4
 NEW_TOKENS = 64
 MOST = 12  # prompts
 STEPS = 12
+YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0}
+YARN |= {"original_max_position_embeddings": 16}
 KINDS: dict[str, dict[str, Any]] = {
     "shared": {"vocab_matrix": "shared"},
     "own": {"vocab_matrix": "own", "num_layers": 2},
@@ -53,6 +55,12 @@ KINDS: dict[str, dict[str, Any]] = {
         ),
     },
     "block": {"kind": "block", "features": [1, 4], "num_layers": 2},
+    "block-yarn": {
+        "kind": "block",
+        "features": [1, 4],
+        "correction_rank": 16,
+        "decoder": replace(BlockShape.of_width(384), rope_parameters=YARN),
+    },
     "block-corrected": {
         "kind": "block",
         "features": [1, 3, 4],
