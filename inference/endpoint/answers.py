@@ -57,9 +57,14 @@ class Answer:
     def _stream_kind(self) -> str:
         return "chat.completion.chunk" if self._chat else self._kind
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         read, written = len(self._text.prompt), self._text.tokens
-        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": written,
+            "total_tokens": read + written,
+            "prompt_tokens_details": {"cached_tokens": self._text.begun},
+        }
 
     def _answer(self, kind: str, choices: Sequence[Any]) -> dict[str, Any]:
         return {**self._common, "object": kind, "choices": list(choices)}

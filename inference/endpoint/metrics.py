@@ -21,7 +21,8 @@ class Metrics:
 
     Attributes:
         queued: texts that wait.
-        prompt_tokens: read so far.
+        prompt_tokens: of all requests so far.
+        begun_tokens: of these, those that earlier texts had read.
     """
 
     def __init__(self, batch: RunningBatch) -> None:
@@ -29,7 +30,7 @@ class Metrics:
         self.look()
         self._requests: Counter[Outcome] = Counter()
         self._seconds, self._waited, self._admitted = 0.0, 0.0, 0
-        self.queued = self.prompt_tokens = 0
+        self.queued = self.prompt_tokens = self.begun_tokens = 0
 
     def look(self) -> None:
         """See what the batch has done; by the thread that owns it."""
@@ -38,6 +39,7 @@ class Metrics:
         with self._lock:
             self._stats = seen
             self._rows, self._bytes = len(self._batch.rows), self._batch.held_bytes
+            self._kept = self._batch.kept.held_bytes
 
     def count(self, outcome: Outcome, seconds: float = 0.0) -> None:
         """A request came to its end, so long after it was made."""
@@ -63,7 +65,7 @@ class Metrics:
 
     def _lines(self) -> Iterator[str]:
         with self._lock:
-            stats, rows, held = self._stats, self._rows, self._bytes
+            stats, rows, held, kept = self._stats, self._rows, self._bytes, self._kept
             requests, ended = dict(self._requests), self._requests.total()
             seconds, waited, admitted = self._seconds, self._waited, self._admitted
         ended -= requests.get("refused", 0)
@@ -88,7 +90,15 @@ class Metrics:
             "From a request to the reading of its prompt.",
             {"_sum": waited, "_count": admitted},
         )
-        yield from _metric("prompt_tokens_total", "counter", "Tokens read.", self.prompt_tokens)
+        yield from _metric(
+            "prompt_tokens_total", "counter", "Tokens of prompts.", self.prompt_tokens
+        )
+        yield from _metric(
+            "cached_prompt_tokens_total",
+            "counter",
+            "Of these, those that an earlier text had read.",
+            self.begun_tokens,
+        )
         yield from _metric("generated_tokens_total", "counter", "Tokens written.", stats.tokens)
         yield from _metric(
             "steps_total",
@@ -104,6 +114,7 @@ class Metrics:
             stats.tokens_per_step,
         )
         yield from _metric("seconds_total", "counter", "Seconds of decoding by phase.", phases)
+        yield from _metric("kept_bytes", "gauge", "Bytes of those of ended texts.", kept)
         yield from _metric("cache_bytes", "gauge", "Bytes of keys and values.", held)
 
 

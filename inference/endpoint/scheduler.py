@@ -166,7 +166,9 @@ class Scheduler:
             if not isinstance(fault, Exception):
                 raise
             return
+        text.begun = row.begun
         self.metrics.prompt_tokens += len(text.prompt)
+        self.metrics.begun_tokens += row.begun
         self._running[row] = text
         self._end_if_done(row, text)
 

@@ -42,6 +42,8 @@ class Server:
         max_rows: texts that are written at a time.
         queue: texts that may wait besides; more are answered with 429.
         cache_bytes: that keys and values may take; None: as much as the rows need.
+        kept_bytes: that those of ended texts may take besides, which are kept for prompts that
+            begin alike; 0: none are.
         api_key: that clients must send; None: none.
         name: of the model for clients; by default its target's.
         allowed_origins: of web pages that may ask, such as `"https://page.example"`; `"*"`: of all.
@@ -65,6 +67,7 @@ class Server:
         max_rows: int = 8,
         queue: int = 64,
         cache_bytes: int | None = None,
+        kept_bytes: int = 1_000_000_000,
         api_key: str | None = None,
         name: str | None = None,
         allowed_origins: Collection[str] = (),
@@ -74,7 +77,7 @@ class Server:
                 raise ValueError(f"{what} must be at least 1, got {number}")
         origins = origins_of(allowed_origins)
         target = model.target
-        batch = model.running_batch(max_rows)
+        batch = model.running_batch(max_rows, kept_bytes)
         _check_settings(batch, target)
         self.alone = batch.alone
         if tokenizer is None:

@@ -27,6 +27,7 @@ class Text:
         stop_ids: tokens before which it ends, of which no text is made.
         tell: called by the thread that writes, with each piece of the text, and at the end with ""
             and how it ended.
+        begun: tokens of the prompt that an earlier text had read.
         tokens: written so far, up to where it stopped.
         ending: None while it is being written.
         fault: why it failed.
@@ -40,6 +41,7 @@ class Text:
     stop: Sequence[str] = ()
     stop_ids: Collection[int] = ()
     tell: Callable[[str, Ending | None], None] = lambda piece, ending: None
+    begun: int = 0
     tokens: int = 0
     ending: Ending | None = None
     fault: BaseException | None = None

@@ -205,3 +205,15 @@ def _warn_of_chains(kind: str, reason: str) -> None:
     warnings.warn(
         f"{kind} verifies a chain of drafts, not a tree: {reason}", MedusaWarning, stacklevel=5
     )
+
+
+def why_alone(target: TargetModel) -> str | None:
+    """Why no two rows of a target can be decoded together; None where they can."""
+    cache = target.new_cache()
+    if not cache.can_go_back and cache.keeps_index:
+        return f"{target.config.model_type} keeps a recurrent state and an index"
+    try:
+        check_batch(target, [0, 0])
+    except UnsupportedArchitecture as error:
+        return str(error)
+    return None

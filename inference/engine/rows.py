@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -22,6 +23,8 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
+
+from medusa_heads.target.cache import RowCache
 
 # These look at a row's own text, and keep no state of it.
 _OF_ONE_ROW = (MaxTimeCriteria, StopStringCriteria)
@@ -134,6 +137,9 @@ class Row:
         prompt_length: tokens of its prompt, left padding included.
         survived: what its streamer and its criteria may raise, and the row alone ends with it.
         fault: what it ended with so.
+        begun: tokens of its prompt that the target had read already.
+        leaves: told when it has ended and leaves its batch: the row, the target's cache, its place
+            in that and how many slots are its own.
     """
 
     def __init__(
@@ -151,6 +157,8 @@ class Row:
         self.done = False
         self.survived: tuple[type[Exception], ...] = ()
         self.fault: BaseException | None = None
+        self.begun = 0
+        self.leaves: Callable[[Row, RowCache, int, int], None] | None = None
         self.recorder = recorder
         self._stop = stop
         self._streamer = streamer

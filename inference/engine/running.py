@@ -20,12 +20,13 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from medusa_heads.cache_names import take_cache
-from medusa_heads.errors import UnsupportedArchitecture, forget_frames
+from medusa_heads.errors import forget_frames
 from medusa_heads.inference.acceptance.base import look_at_one_row
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.beginning import Beginning
-from medusa_heads.inference.engine.capability import capability, check_batch
+from medusa_heads.inference.engine.capability import capability, why_alone
 from medusa_heads.inference.engine.decoding import take_step
+from medusa_heads.inference.engine.given.kept_texts import KeptTexts
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.target.graphs.compiled import CompiledTarget
@@ -40,6 +41,8 @@ class RunningBatch:
         target, drafter, acceptance, acceptance_settings: as for `decode`.
         max_rows: that are decoded at a time.
         lock: held while the target runs.
+        kept_bytes: what keys and values of texts that have ended may take, which are kept for
+            prompts that begin alike.
 
     Raises:
         ValueError: the target is compiled, for batches of one shape.
@@ -48,6 +51,7 @@ class RunningBatch:
         max_rows: as given, or 1 where rows of this target cannot be decoded together.
         alone: why they cannot, else None.
         stats: of all rows so far.
+        kept: texts that have ended.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class RunningBatch:
         acceptance: str = "lossless",
         acceptance_settings: Mapping[str, float] | None = None,
         lock: Any = None,
+        kept_bytes: int = 0,
     ) -> None:
         if isinstance(target, CompiledTarget):
             raise ValueError(
@@ -74,12 +79,13 @@ class RunningBatch:
         self._batches: dict[Hashable, _Batch] = {}
         self._failed: dict[Row, Exception] = {}  # since the last step
         self.stats = GenerationStats()
-        self.alone = _why_alone(target)
+        self.alone = why_alone(target)
         self.max_rows = 1 if self.alone else max_rows
         cache = target.new_cache(1, 1)  # of one slot, to see what it takes
         with self._lock:
             target.hidden(torch.zeros(1, 1, dtype=torch.long, device=target.device), cache=cache)
         self._slot_bytes = cache.held_bytes
+        self.kept = KeptTexts(target, self._slot_bytes, kept_bytes)
 
     @property
     def rows(self) -> list[Row]:
@@ -134,6 +140,11 @@ class RunningBatch:
         if take_cache(options) is not None:
             raise ValueError("a row that joins shares its cache with others: pass none")
         model: Any = self._target.model
+        length = input_ids_1T.shape[1]
+        begun = self.kept.begin(input_ids_1T[0].tolist(), length + self._spare())
+        held = 0 if begun is None else begun.get_seq_length()
+        if held:
+            options[self._target.cache_argument] = begun
         # Its own: other threads of the process may draw numbers meanwhile.
         random = None if seed is None else torch.Generator().manual_seed(seed)
         with self._lock:
@@ -143,6 +154,7 @@ class RunningBatch:
                 custom_generate=partial(self._join, streamer=streamer, random=random),
                 **options,
             )
+        row.begun = held
         return row
 
     @torch.no_grad()
@@ -179,6 +191,7 @@ class RunningBatch:
         )
         state = beginning.state
         (row,) = state.rows
+        row.leaves = self.kept.keep
         with self._target.capture_hidden() as last_hidden:
             beginning.read_prompts(last_hidden, self.stats)
         if row.done:
@@ -279,14 +292,3 @@ def _settings(processor: Any) -> tuple[type, str]:
     # The middle of a long tensor is left out where it is written as it is.
     whole = [(n, s.tolist() if isinstance(s, Tensor) else s) for n, s in settings]
     return type(processor), repr(whole)
-
-
-def _why_alone(target: TargetModel) -> str | None:
-    cache = target.new_cache()
-    if not cache.can_go_back and cache.keeps_index:
-        return f"{target.config.model_type} keeps a recurrent state and an index"
-    try:
-        check_batch(target, [0, 0])
-    except UnsupportedArchitecture as error:
-        return str(error)
-    return None

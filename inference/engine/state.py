@@ -69,8 +69,7 @@ class DecodingState:
         # The most nodes that each row's next tree may have; None where nothing limits them.
         self.room: list[int] | None = None
         self._fresh: list[tuple[Tensor, list[list[int]]]] = []
-        self._fresh_was_read = True
-        self._keeps_fresh = keeps_fresh
+        self._fresh_was_read, self._keeps_fresh = True, keeps_fresh
         # No node beyond the text's last position can be committed, and models that learn their
         # positions have none there: such nodes are verified at the last one.
         self.last_position = None if max_length is None else max_length - 1
@@ -184,8 +183,7 @@ class DecodingState:
                 [[*nodes, *nodes[-1:] * (longest - len(nodes))] for nodes in nodes_B], device=device
             )
             batch_B1 = torch.arange(len(paths), device=device)[:, None]
-            # Taken out at once: kept whole, every tree that is not drafted from would stay in
-            # memory.
+            # Taken out at once, or all trees that are not drafted from would stay in memory.
             accepted_BAD = hidden_BND[batch_B1, nodes_BA]
         # Only a drafter that reads the whole text will ask for what it was not asked to draft from.
         if self._fresh_was_read or not self._keeps_fresh:
@@ -199,6 +197,9 @@ class DecodingState:
     def let_go(self) -> None:
         """Finished rows leave, with what is kept of them; from a cache of fixed shape all at once,
         when every row is finished."""
+        for i, row in enumerate(self.rows):
+            if row.done and row.leaves is not None:
+                row.leaves(row, self.cache, i, self.lengths[i])
         active = [i for i, row in enumerate(self.rows) if not row.done]
         if active and self.cache.fixed_capacity is not None:
             return
@@ -207,8 +208,7 @@ class DecodingState:
             self._fresh = [
                 (hidden[active], [by_row[i] for i in active]) for hidden, by_row in self._fresh
             ]
-            self.hidden_BD = self.hidden_BD[active]
-            self.roots_B = self.roots_B[active]
+            self.hidden_BD, self.roots_B = self.hidden_BD[active], self.roots_B[active]
             self.lengths = [self.lengths[i] for i in active]
             self.padding = [self.padding[i] for i in active]
             self.ahead = [self.ahead[i] for i in active]

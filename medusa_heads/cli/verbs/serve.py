@@ -25,6 +25,11 @@ class ServeArguments(DraftingArguments):
     cache_gb: float | None = flag(
         None, "Gigabytes that keys and values may take. Default: as many as max_rows texts need."
     )
+    kept_gb: float = flag(
+        1.0,
+        "Gigabytes that keys and values of ended texts may take besides, which are kept for "
+        "prompts that begin alike, such as a conversation's next turn; 0: none are.",
+    )
     api_key_variable: str | None = flag(
         None, "Environment variable that holds an API key, without which nobody is answered."
     )
@@ -44,6 +49,8 @@ def serve(arguments: ServeArguments) -> None:
     at_least(arguments, 0, "port")
     if arguments.cache_gb is not None and not 0 < arguments.cache_gb < math.inf:
         raise ValueError(f"cache_gb must be above 0 and finite, got {arguments.cache_gb}")
+    if not 0 <= arguments.kept_gb < math.inf:
+        raise ValueError(f"kept_gb must be at least 0 and finite, got {arguments.kept_gb}")
     api_key = None
     if arguments.api_key_variable is not None:
         api_key = os.environ.get(arguments.api_key_variable, "").strip()  # as headers are
@@ -63,6 +70,7 @@ def serve(arguments: ServeArguments) -> None:
         tokenizer,
         **{name: getattr(arguments, name) for name in as_given},
         cache_bytes=None if arguments.cache_gb is None else round(arguments.cache_gb * 1e9),
+        kept_bytes=round(arguments.kept_gb * 1e9),
         api_key=api_key,
         name=arguments.model_name,
     )

@@ -31,6 +31,8 @@ def serve(checkpoint: Path, *flags: str) -> list[str]:
         (["--cache_gb", "0"], "cache_gb must be above 0"),
         (["--cache_gb", "nan"], "cache_gb must be above 0"),
         (["--cache_gb", "inf"], "cache_gb must be above 0"),
+        (["--kept_gb", "-1"], "kept_gb must be at least 0"),
+        (["--kept_gb", "nan"], "kept_gb must be at least 0"),
         (["--api_key_variable", "NO_SUCH_KEY"], "NO_SUCH_KEY holds no API key"),
         (["--port", "-1"], "port must be at least 0"),
         (["--port", "70000"], "nobody can listen"),

@@ -211,8 +211,9 @@ def test_a_target_without_limits_has_one_here(model: Any, tokenizer: Any) -> Non
 
 def test_the_form_of_answers() -> None:
     text = Text([1, 2, 3], 9)
-    text.tokens = 2
-    usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    text.tokens, text.begun = 2, 1
+    usage: dict[str, Any] = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    usage["prompt_tokens_details"] = {"cached_tokens": 1}
     plain, chat = (Answer("m", text, chat=chat, now=5) for chat in (False, True))
     whole = plain.whole("hi", "stop")
     assert whole["object"] == "text_completion" and whole["usage"] == usage
