@@ -51,7 +51,7 @@ def make_app(
     """
     created = int(time.time())
     # As its bytes are in the environment, and in a header.
-    expected = None if api_key is None else f"Bearer {api_key}".encode(errors="surrogateescape")
+    expected = None if api_key is None else api_key.encode(errors="surrogateescape")
 
     async def health(_: Request) -> Response:
         if not scheduler.is_open:
@@ -108,8 +108,9 @@ def make_app(
 
     def guarded(route: Callable[[Request], Awaitable[Response]]) -> Callable[..., Any]:
         async def guard(request: Request) -> Response:
-            said = request.headers.get("authorization", "")
-            if expected is not None and not hmac.compare_digest(said.encode("latin-1"), expected):
+            scheme, _, key = request.headers.get("authorization", "").partition(" ")
+            right = hmac.compare_digest(key.encode("latin-1"), expected or b"")
+            if expected is not None and not (right and scheme.lower() == "bearer"):
                 return _refusal(401, "the API key is missing or wrong")
             if hosts is not None and strangers(request, hosts, origins):
                 return _refusal(

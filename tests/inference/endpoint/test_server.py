@@ -267,11 +267,12 @@ def test_pages_in_a_browser_are_told_nothing(
 def test_an_api_key(endless: Any, tokenizer: Any) -> None:
     with Server(endless, tokenizer, port=0, api_key="s3cret") as server:
         body = {"prompt": "abc", "max_tokens": 2}
-        for wrong in ({}, {"Authorization": "Bearer other"}, {"Authorization": "s3cret"}):
-            assert ask(server, "/v1/completions", body, **wrong)[0] == 401
-            assert ask(server, "/metrics", **wrong)[0] == 401
-        right = {"Authorization": "Bearer s3cret"}
-        assert ask(server, "/v1/completions", body, **right)[0] == 200
+        for wrong in ("", "Bearer other", "s3cret", "Basic s3cret", "Bearer"):
+            given = {"Authorization": wrong} if wrong else {}
+            assert ask(server, "/v1/completions", body, **given)[0] == 401
+            assert ask(server, "/metrics", **given)[0] == 401
+        for right in ("Bearer s3cret", "bearer s3cret"):
+            assert ask(server, "/v1/completions", body, Authorization=right)[0] == 200
         assert ask(server, "/health")[0] == 200
 
 
