@@ -6,6 +6,7 @@ the value it has by default.
 
 from __future__ import annotations
 
+import inspect
 import json
 import secrets
 from collections.abc import Mapping
@@ -46,7 +47,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # Say nothing of the text.
 _IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
-_READ = {"model", "max_tokens", "temperature", "top_p", "seed", "stop", "stream", "stream_options"}
+_READ = {"model", "max_tokens", "seed", "stop", "stream", "stream_options"}
+_READ |= {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
+_OF_CHAT = {"max_completion_tokens", "chat_template_kwargs"}
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class Reader:
             raise ValueError("the body must be a JSON object")
         given = {name: value for name, value in body.items() if value is not None}
         source = "messages" if chat else "prompt"
-        more = {"max_completion_tokens"} if chat else set()
+        more = _OF_CHAT if chat else set()
         for name, value in given.items():
             if name in _NEUTRAL:
                 if not any(_is_same(value, neutral) for neutral in _NEUTRAL[name]):
@@ -101,7 +104,8 @@ class Reader:
                 raise ValueError(f"{name!r} is no option of this endpoint")
         if source not in given:
             raise ValueError(f"{source} is missing")
-        prompt = self._chat(given[source]) if chat else self._prompt(given[source])
+        told = _of_kind(given, "chat_template_kwargs", dict, {})
+        prompt = self._chat(given[source], told) if chat else self._prompt(given[source])
         # A tokenizer may have tokens of its own, and on a GPU one too many ends the process.
         readable = self._target.readable
         if (beyond := next((id for id in prompt if not 0 <= id < readable), None)) is not None:
@@ -137,7 +141,7 @@ class Reader:
             raise ValueError("the prompt is empty")
         return ids
 
-    def _chat(self, messages: Any) -> list[int]:
+    def _chat(self, messages: Any, told: Mapping[str, Any]) -> list[int]:
         if not self._tokenizer.chat_template:
             raise ValueError(
                 "the target has no chat template: ask /v1/completions to continue a text, or serve "
@@ -145,7 +149,9 @@ class Reader:
             )
         if not isinstance(messages, list) or not messages:
             raise ValueError("messages must be a list of at least one message")
-        return ask_ids(self._tokenizer, [_message(each) for each in messages])
+        if taken := sorted(set(told) & _taken(self._tokenizer.apply_chat_template)):
+            raise ValueError(f"{taken[0]!r} is not among what chat_template_kwargs tell a template")
+        return ask_ids(self._tokenizer, [_message(each) for each in messages], told)
 
     def _max_tokens(self, given: Mapping[str, Any], prompt: int, *, chat: bool) -> int:
         limit = self._longest
@@ -195,11 +201,26 @@ def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     top_p = _number(given, "top_p", 0, 1)
     if top_p == 0:
         raise ValueError("top_p must be above 0")
+    top_k = _of_kind(given, "top_k", int, None)
+    if top_k is not None and not -1 <= top_k <= _LARGEST_COUNT:
+        raise ValueError(f"top_k must be from -1 to {_LARGEST_COUNT}, got {top_k}")
+    penalty = _number(given, "repetition_penalty", 0.01, 100)
+    always = {} if penalty is None else {"repetition_penalty": penalty}
+    options = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": None if top_k is None else max(top_k, 0),  # -1 and 0: all tokens
+        "min_p": _number(given, "min_p", 0, 1),
+    }
     if temperature == 0:
-        return {"do_sample": False}
-    options = {"temperature": temperature, "top_p": top_p}
+        return always | {"do_sample": False}
     options = {name: value for name, value in options.items() if value is not None}
-    return options | {"do_sample": True} if options else options
+    return always | options | ({"do_sample": True} if options else {})
+
+
+def _taken(method: Any) -> set[str]:
+    """What a tokenizer's own method is told by name."""
+    return set(inspect.signature(method).parameters)
 
 
 def _seed(given: Mapping[str, Any]) -> int:

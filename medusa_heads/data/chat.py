@@ -229,10 +229,14 @@ def _spoken(conversation: Conversation) -> list[int] | BadRow:
     return found
 
 
-def ask_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any]) -> list[int]:
-    """Token ids of a conversation, ready to be answered. Raises BadRow: the template refuses it, or
-    makes no tokens of it."""
-    template = ChatTemplate(tokenizer)
+def ask_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Any],
+    arguments: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Token ids of a conversation, ready to be answered; `arguments` are told the template. Raises
+    BadRow: the template refuses it, or makes no tokens of it."""
+    template = ChatTemplate(tokenizer, arguments=arguments or {})
     (ids,) = template.encode([template.render(messages, None, ask=True)])
     if not ids:
         raise BadRow("the chat template makes no tokens of it: say something")

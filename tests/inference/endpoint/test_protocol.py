@@ -33,6 +33,13 @@ def test_what_is_asked_for(reader: Reader, tokenizer: Any) -> None:
     assert text.options == {"do_sample": True, "temperature": 0.5, "top_p": 0.9}
     assert (text.seed, list(text.stop), asked.stream) == (7, ["x"], True)
     assert read(reader, temperature=0).text.options == {"do_sample": False}
+    beyond = read(reader, temperature=0.5, top_k=-1, min_p=0.1, repetition_penalty=1.2)
+    assert beyond.text.options == {
+        "do_sample": True, "temperature": 0.5, "top_k": 0, "min_p": 0.1, "repetition_penalty": 1.2
+    }  # fmt: skip
+    greedy = read(reader, temperature=0, top_k=5, repetition_penalty=1.2).text.options
+    assert greedy == {"do_sample": False, "repetition_penalty": 1.2}
+    assert read(reader, repetition_penalty=2).text.options == {"repetition_penalty": 2.0}
     assert read(reader).text.options == {} and read(reader).text.max_tokens == 16
     for left, most in ((20, 16), (5, 5)):  # what is left of the context, where that is less
         assert read(reader, prompt=[4] * (512 - left)).text.max_tokens == most
@@ -57,6 +64,19 @@ def test_a_conversation_is_rendered(reader: Reader, tokenizer: Any) -> None:
     assert read(reader, chat=True, max_completion_tokens=5, max_tokens=5).text.max_tokens == 5
     with pytest.raises(ValueError, match="max_completion_tokens and max_tokens say different"):
         read(reader, chat=True, max_completion_tokens=5, max_tokens=6)
+
+
+def test_a_template_is_told_what_the_request_says(model: Any) -> None:
+    thinking = make_tokenizer("{{ messages[0].content }}{% if think is false %}!{% endif %}")
+    reader = Reader(model.target, thinking)
+    for told, written in (({}, "hi"), ({"think": False}, "hi!"), ({"other": [1]}, "hi")):
+        asked = read(reader, chat=True, chat_template_kwargs=told)
+        assert thinking.decode(asked.text.prompt) == written
+    for name in ("chat_template", "tokenize", "tools", "conversation"):
+        with pytest.raises(ValueError, match="is not among what chat_template_kwargs tell"):
+            read(reader, chat=True, chat_template_kwargs={name: None})
+    with pytest.raises(ValueError, match="chat_template_kwargs must be an object"):
+        read(reader, chat=True, chat_template_kwargs=3)
 
 
 def test_an_answer_comes_back_with_all_that_it_has_not(reader: Reader, tokenizer: Any) -> None:
@@ -92,7 +112,12 @@ def test_a_special_token_to_stop_at(reader: Reader, tokenizer: Any) -> None:
         ({"logprobs": 0}, "logprobs is not supported"),
         ({"n": True}, "n is not supported"),
         ({"frequency_penalty": 0.5}, "frequency_penalty is not supported"),
-        ({"top_k": 5}, "'top_k' is no option"),
+        ({"best": 5}, "'best' is no option"),
+        ({"chat_template_kwargs": {}}, "'chat_template_kwargs' is no option"),
+        ({"top_k": -2}, "top_k must be from -1"),
+        ({"top_k": 2.5}, "top_k must be a whole number"),
+        ({"min_p": 1.5}, "min_p must be from 0 to 1"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be from 0.01 to 100"),
         ({"prompt": None}, "prompt is missing"),
         ({"prompt": ""}, "the prompt is empty"),
         ({"prompt": []}, "prompt is empty"),
