@@ -24,10 +24,17 @@ if TYPE_CHECKING:
 class Conversation:
     """What was said so far, and what of it the target's cache holds: of the `prompt_tokens` in the
     last turn's prompt `cached_tokens`. The model may be replaced by another on the same target.
-    Without a chat template, what is said is one running text that the target continues."""
+    A chat template is told `arguments` besides. Without one, what is said is one running text that
+    the target continues."""
 
-    def __init__(self, model: AssistedModel, tokenizer: Any, system: str | None = None) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: AssistedModel,
+        tokenizer: Any,
+        system: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.model, self._arguments = model, arguments
         self._tokenizer = tokenizer
         self._system = system
         self.reset()
@@ -98,7 +105,7 @@ class Conversation:
                 text = "\n" + text
             new = self._tokenizer(text, add_special_tokens=first)["input_ids"]
             return [*self._text_ids, *new]
-        return ask_ids(self._tokenizer, messages)
+        return ask_ids(self._tokenizer, messages, self._arguments)
 
     def _room(self, prompt_tokens: int, max_new_tokens: int) -> int:
         limit = self.model.target.max_positions

@@ -19,7 +19,7 @@ from medusa_heads.cli.flags.decoding import (
     generation_options,
 )
 from medusa_heads.plain_yaml import parse_yaml
-from medusa_heads.settings import coerce, flag
+from medusa_heads.settings import coerce, flag, mapping
 
 if TYPE_CHECKING:
     from medusa_heads.cli.conversation import Conversation
@@ -40,18 +40,25 @@ class ChatArguments(DecodingArguments):
     """Whom to talk to."""
 
     system: str | None = flag(None, "System message.")
+    chat_template_kwargs: str | None = flag(
+        None,
+        "What the chat template is told besides the messages, as a JSON object, such as "
+        "'{\"enable_thinking\": false}'.",
+    )
 
 
 def chat(arguments: ChatArguments) -> None:
     """Read lines and answer them until the input ends."""
     check_encodable(arguments.system or "")
+    told = mapping(arguments, "chat_template_kwargs")
     from medusa_heads.cli.conversation import Conversation
 
     arguments = with_own_drafter(arguments)
     model, tokenizer = load_drafting_model(arguments)
     print_choices()
     warn_if_lossy(model)
-    session = Session(arguments, tokenizer, Conversation(model, tokenizer, arguments.system))
+    conversation = Conversation(model, tokenizer, arguments.system, told)
+    session = Session(arguments, tokenizer, conversation)
     terminal = sys.stdin.isatty()
     if terminal:
         with suppress(ImportError):  # arrow keys and history at the prompt, where Python has them
@@ -145,8 +152,9 @@ class Session:
 
     def _set(self, name: str = "", value: str = "") -> None:
         hints = get_type_hints(ChatArguments)
-        for fixed in {"system", "capture", "draft_model", *get_type_hints(ModelArguments)}:
-            del hints[fixed]
+        fixed = {"system", "chat_template_kwargs", "capture", "draft_model"}
+        for name_of_fixed in fixed | set(get_type_hints(ModelArguments)):
+            del hints[name_of_fixed]
         hints = {key: hint for key, hint in hints.items() if not key.startswith("compile")}
         if not name:
             say("\n".join(f"{key} {getattr(self.arguments, key)}" for key in hints))

@@ -80,6 +80,15 @@ def test_reset_save_and_set(speaker: Path, tmp_path: Path, talk: Talk) -> None:
     assert printed.err.count("error") == 1
 
 
+def test_a_template_is_told_what_the_flag_says(speaker: Path, talk: Talk, refused: Refused) -> None:
+    expected = plain_answers(speaker, install(speaker, FAITHFUL + "<x>"), LINES, do_sample=False)
+    install(speaker, FAITHFUL + "{{ tail }}")
+    printed = talk(speaker / "heads", LINES, "--chat_template_kwargs", '{"tail": "<x>"}')
+    assert printed.out == "".join(answer + "\n" for answer in expected)
+    said = refused(main, [str(speaker / "heads"), "--chat_template_kwargs", "tail"])
+    assert "chat_template_kwargs must be a JSON object, got 'tail'" in said
+
+
 def test_mistakes_in_a_conversation_do_not_end_it(
     speaker: Path, tmp_path: Path, talk: Talk
 ) -> None:
