@@ -235,8 +235,9 @@ class AssistedModel(Copied, ABC):
 
     def running_batch(self, max_rows: int = 8, kept_bytes: int = 0) -> RunningBatch:
         """At most so many texts, which begin and end independently of one another. Keys and values
-        of ended ones are kept for prompts that begin alike, so many bytes of them at most. Raises
-        ValueError: the model is compiled, or samples by the random stream of generate()."""
+        of ended ones are kept for prompts that begin alike, so many bytes of them at most, unless
+        the model is deterministic: rounded, they tell of how they came about. Raises ValueError:
+        the model is compiled, or samples by the random stream of generate()."""
         if self.rng != "keyed":
             raise ValueError(
                 "by rng='transformers' a text depends on those beside it: rows that come and go "
@@ -256,7 +257,7 @@ class AssistedModel(Copied, ABC):
             acceptance=self.acceptance,
             acceptance_settings=self.acceptance_settings,
             lock=self._lock,
-            kept_bytes=kept_bytes,
+            kept_bytes=0 if self.deterministic else kept_bytes,
         )
 
     def server(self, tokenizer: Any = None, **options: Any) -> Server:

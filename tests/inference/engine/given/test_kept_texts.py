@@ -198,3 +198,7 @@ def test_none_are_kept_unless_asked(model: Any) -> None:
     batch = RunningBatch(target, drafter, 2)
     check(batch, visitors, model)
     assert not batch.kept.held_bytes
+    deterministic = TrainingFreeModel(model, "suffix", deterministic=True)
+    batch = deterministic.running_batch(2, kept_bytes=PLENTY)
+    check(batch, visitors, model)
+    assert not batch.kept.held_bytes
