@@ -45,10 +45,10 @@ from medusa_heads.trees.tree import TokenTree
 class Beginning:
     """Rows whose prompts are about to be read.
 
-    Takes what `generate()` prepares for a decoding method, in `model_kwargs` too, and the options
-    of `decode`.
+    Takes what `generate()` prepares for a decoding method, in `model_kwargs` too.
 
     Args:
+        acceptance, acceptance_settings, rng: see AssistedModel.
         among: how many rows these may come to be decoded with; by default themselves alone.
         random: what the seed of keyed noise is drawn from. Default: as torch's own generator goes.
 
@@ -74,13 +74,13 @@ class Beginning:
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
-        streamer: Any,
-        acceptance: str,
-        acceptance_settings: Mapping[str, float] | None,
-        rng: Rng,
-        model_kwargs: dict[str, Any],
+        streamer: Any = None,
+        acceptance: str = "lossless",
+        acceptance_settings: Mapping[str, float] | None = None,
+        rng: Rng = "keyed",
         among: int | None = None,
         random: torch.Generator | None = None,
+        **model_kwargs: Any,
     ) -> None:
         config = generation_config
         model: Any = target.model

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig
 
 from medusa_heads.cache_names import cache_field
 from medusa_heads.inference.acceptance import AcceptanceRule
@@ -21,7 +21,6 @@ from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.beginning import Beginning, finish_step
 from medusa_heads.inference.engine.device_loop import device_loop
 from medusa_heads.inference.engine.given.cache import give_back
-from medusa_heads.inference.engine.noise import Rng
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
@@ -52,35 +51,26 @@ def decode(
     drafter: Drafter,
     input_ids_BT: Tensor,
     *,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     streamer: Any = None,
-    acceptance: str = "lossless",
-    acceptance_settings: Mapping[str, float] | None = None,
-    rng: Rng = "keyed",
     stats: GenerationStats | None = None,
     exchange: Exchange | None = None,
-    **model_kwargs: Any,
+    **prepared: Any,
 ) -> GenerateDecoderOnlyOutput | Tensor:
     """Decode the way transformers' own `_sample` does, several tokens a forward.
 
-    Takes what `generate()` prepares for a decoding method, and returns what it would. Raises
-    ValueError: an option that tree decoding cannot honour, by name."""
+    Takes what `generate()` prepares for a decoding method and the other options of `Beginning`, and
+    returns what it would. Raises ValueError: an option that tree decoding cannot honour, by name.
+    """
     stats = GenerationStats() if stats is None else stats
     started = time.perf_counter()
     beginning = Beginning(
         target,
         drafter,
         input_ids_BT,
-        logits_processor=logits_processor,
-        stopping_criteria=stopping_criteria,
         generation_config=generation_config,
         streamer=streamer,
-        acceptance=acceptance,
-        acceptance_settings=acceptance_settings,
-        rng=rng,
-        model_kwargs=model_kwargs,
+        **prepared,
     )
     state, rule, slots = beginning.state, beginning.rule, beginning.slots
     rows, recorder = state.rows, beginning.recorder

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessorList
 
 from medusa_heads.cache_names import take_cache
 from medusa_heads.errors import forget_frames
@@ -38,7 +38,7 @@ class RunningBatch:
     row alone.
 
     Args:
-        target, drafter, acceptance, acceptance_settings: as for `decode`.
+        target, drafter, acceptance, acceptance_settings: see `Beginning`.
         max_rows: that are decoded at a time.
         lock: held while the target runs.
         kept_bytes: what keys and values of texts that have ended may take, which are kept for
@@ -162,13 +162,10 @@ class RunningBatch:
         self,
         model: Any,
         input_ids: Tensor,
+        *,
         logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        streamer: Any,
-        random: torch.Generator | None,
         synced_gpus: bool = False,
-        **model_kwargs: Any,
+        **prepared: Any,
     ) -> Row:
         if len(input_ids) > 1:
             raise ValueError(
@@ -180,13 +177,8 @@ class RunningBatch:
             self._drafter,
             input_ids,
             logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            streamer=streamer,
-            rng="keyed",
-            model_kwargs=model_kwargs,
             among=self.max_rows if together else 1,
-            random=random,
+            **prepared,
             **self._options,
         )
         state = beginning.state
