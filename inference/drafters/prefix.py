@@ -1,25 +1,26 @@
 """What heads read of a text as it grows: the target's hidden states, or what a prefix layer or an
 eagle3 layer, run along the text, makes of them.
 
-Shapes: B active rows, T tokens, P fresh positions (the most of any row), S positions held, A
-attention heads, E their width, D hidden, X columns of hidden states with features, O what heads
-read of a position.
+Shapes: B active rows, T tokens, P fresh positions (the most of any row), S positions held,
+A attention heads, E their width, G or L keys and values, D hidden, X columns of hidden states with
+features, O what heads read of a position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from medusa_heads.heads import DraftHeads, Eagle3Heads
 from medusa_heads.heads.base import After
+from medusa_heads.heads.eagle3 import Branches
 from medusa_heads.inference.drafters.base import Memory, MemoryOnDevice, unread
-from medusa_heads.inference.drafters.eagle3 import Eagle3Text
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.target.cache import RowCache
 
 if TYPE_CHECKING:
     from medusa_heads.inference.engine.device_state import DeviceState
@@ -29,20 +30,21 @@ def encoded_hidden(heads: DraftHeads, state: DecodingState) -> Tensor:
     """What the heads read at the last committed position of every active row, [B, O]."""
     if heads.prefix is None:
         return heads.fuse(state.hidden_BD)
-    memory = state.memories.get(heads)
-    if memory is None:
-        memory = state.memories[heads] = PrefixMemory(heads, state.rows)
-    return memory.advance(state)
+    return _memory(PrefixMemory, heads, state).advance(state)
 
 
 def following(heads: DraftHeads, state: DecodingState) -> After:
     """What sequential heads say behind the last committed token of every active row."""
     if not isinstance(heads, Eagle3Heads):
         return heads.after_paths(encoded_hidden(heads, state))
-    memory = state.memories.get(heads)
-    if memory is None:
-        memory = state.memories[heads] = Eagle3Text(heads, state.rows)
-    return memory.advance(state)
+    return _memory(Eagle3Text, heads, state).advance(state)
+
+
+def _memory(kind: Callable[..., Any], heads: DraftHeads, state: DecodingState) -> Any:
+    """What the heads keep of these texts."""
+    if heads not in state.memories:
+        state.memories[heads] = kind(heads, state.rows)
+    return state.memories[heads]
 
 
 class PrefixMemory(Memory):
@@ -135,3 +137,110 @@ class PrefixMemoryOnDevice(MemoryOnDevice):
         out_B1O = layer.look(x_B1D, positions_B1, capacity, self._held_GBASE, visible_B1S)
         self._lengths_B.add_(state.fresh_B)
         self._hand_on(out_B1O[:, 0])
+
+
+class Eagle3Text(Memory):
+    """The layer's keys and values of the committed text, and behind them those of the drafts of one
+    step, which the next step writes over.
+
+    Row b's positions lie in slots [0, length_b), without padding: `lengths` count the target's
+    hidden states that were read.
+    """
+
+    def __init__(self, heads: Eagle3Heads, rows: Sequence[Row]) -> None:
+        super().__init__(rows)
+        self.lengths = [0] * len(rows)
+        self._heads = heads
+        self._cache = RowCache(heads.decoder.midlayer.config)
+
+    def advance(self, state: DecodingState) -> Branches:
+        """Take in what was committed since last time; what follows it."""
+        kept = self.follow(state.rows)
+        if kept is not None:
+            self._cache.select_batch(kept)
+        hidden_BPX, following_BP, counts = unread(state)
+        hidden_BPD = self._heads.fuse(hidden_BPX)
+        device = hidden_BPD.device
+        self._cache.set_length(max(self.lengths))
+        lengths_B1 = torch.tensor(self.lengths, device=device)[:, None]
+        positions_BP = lengths_B1 + torch.arange(hidden_BPD.shape[1], device=device)
+        fresh = self._heads.keys_and_values(hidden_BPD, following_BP, positions_BP)
+        self._cache.update(*fresh, 0)
+        self.lengths = self._cache.keep_paths([range(count) for count in counts], self.lengths)
+        used = max(self.lengths)
+        self._cache.set_length(used)
+        # The last position of each row is read: it sees itself behind the text, not within it.
+        last_B1 = torch.tensor(counts, device=device)[:, None] - 1
+        ends_B1 = lengths_B1 + last_B1
+        visible_BS = torch.arange(used + 1, device=device) < ends_B1
+        visible_BS[:, -1] = True
+        batch_B1 = torch.arange(len(counts), device=device)[:, None]
+        out_B1D = self._heads.read(
+            hidden_BPD[batch_B1, last_B1],
+            following_BP[batch_B1, last_B1],
+            ends_B1,
+            visible_BS[:, None],
+            self._cache,
+        )
+        return Branches(self._heads, self._cache, out_B1D[:, 0], ends_B1[:, 0], visible_BS)
+
+    def on_device(self, capacity: int) -> Eagle3TextOnDevice:
+        """The same of rows on the device, of positions up to a capacity; empty."""
+        return Eagle3TextOnDevice(self._heads, self.held, capacity, self.beside)
+
+    @property
+    def held(self) -> Tensor:
+        """Keys and values of the text, and whatever stands behind it, [2, B, A, S, E]."""
+        return torch.stack(self._cache.row_layers[0].buffers())
+
+    @property
+    def beside(self) -> int:  # type: ignore[override]
+        """Slots that the last step took: for what was read last, and the drafts behind it."""
+        return self._cache.get_seq_length() - max(self.lengths)
+
+
+class Eagle3TextOnDevice(MemoryOnDevice):
+    """The same between steps that are one graph."""
+
+    def advance(self, state: DeviceState) -> Branches:
+        assert self.out_BO is not None
+        # The last token of each text stands behind all positions, and drafts behind that.
+        drafts, ends_B = _Drafts(self._held_GBASE, self._capacity + 1), self._lengths_B - 1
+        return Branches(self._heads, drafts, self.out_BO, ends_B, self._visible(ends_B[:, None]))
+
+    def follow(self, state: DeviceState, most: int) -> None:
+        """Read them at once: the next step would have to allow for those of a larger tree."""
+        heads, device, lengths_B1 = self._heads, self._lengths_B.device, self._lengths_B[:, None]
+        hidden_BPD, following_BP = heads.fuse(state.fresh_BPX[:, :most]), state.following_BP
+        positions_BP = lengths_B1 + torch.arange(most, device=device)
+        fresh = heads.keys_and_values(hidden_BPD, following_BP[:, :most], positions_BP)
+        self._write(torch.stack(fresh), positions_BP)
+        last_B1 = state.last_fresh_B1
+        batch_B1, ends_B1 = torch.arange(len(last_B1), device=device)[:, None], lengths_B1 + last_B1
+        out_B1D = heads.read(
+            hidden_BPD[batch_B1, last_B1],
+            following_BP[batch_B1, last_B1],
+            ends_B1,
+            self._visible(ends_B1)[:, None],
+            _Drafts(self._held_GBASE, self._capacity),
+        )
+        self._lengths_B.add_(state.fresh_B)
+        self._hand_on(out_B1D[:, 0])
+
+    def _visible(self, ends_B1: Tensor) -> Tensor:
+        slots_S = torch.arange(self._capacity + 1, device=ends_B1.device)
+        return (slots_S < ends_B1) | (slots_S == self._capacity)
+
+
+class _Drafts:
+    """The cache that drafts of one step are read into: they are written behind all positions."""
+
+    def __init__(self, held_GBASE: Tensor, first: int) -> None:
+        self._held_GBASE, self._end = held_GBASE, first
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, **_: Any) -> tuple[Tensor, Tensor]:
+        """Append them; returns all there is."""
+        start, self._end = self._end, self._end + keys.shape[2]
+        self._held_GBASE[:, :, :, start : self._end] = torch.stack([keys, values])
+        used_GBASE = self._held_GBASE[:, :, :, : self._end]
+        return used_GBASE[0], used_GBASE[1]
