@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from medusa_heads.machine import Measurements, Shape, Use, products
+from medusa_heads.machine import products
+from medusa_heads.machine.measurements import Measurements
+from medusa_heads.machine.products import Shape, Use
 
 
 def keep_products(shape: Shape, seconds: dict[str, float], use: Use = "tree") -> Measurements:

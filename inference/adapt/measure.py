@@ -14,7 +14,12 @@ import torch
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.step_bench import SIZES, RandomChain, StepBench, StepSeconds
 from medusa_heads.inference.drafters.base import Drafter
-from medusa_heads.machine import Contention, Measurements, as_seconds, measurement_folder
+from medusa_heads.machine.measurements import (
+    Contention,
+    Measurements,
+    as_seconds,
+    measurement_folder,
+)
 from medusa_heads.target.graphs.captured import as_it_is
 from medusa_heads.target.graphs.compiled import CompiledTarget
 from medusa_heads.target.packed import PackedMatrices

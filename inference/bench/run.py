@@ -29,7 +29,7 @@ from medusa_heads.inference.bench.setting import Plan, decoding_options, measure
 from medusa_heads.inference.bench.source import find_source, load_models
 from medusa_heads.inference.bench.timed_run import Method, fastest_threads, run_once
 from medusa_heads.inference.models.drafted import check_once
-from medusa_heads.machine import describe_machine
+from medusa_heads.machine.facts import describe_machine
 
 _DEFAULT_PLAN = Plan()
 

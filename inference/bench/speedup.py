@@ -32,7 +32,7 @@ from medusa_heads.inference.plan.tree_size import (
     read_as,
     tune,
 )
-from medusa_heads.machine import describe_machine
+from medusa_heads.machine.facts import describe_machine
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.statistics import HeadStatistics
 

@@ -17,7 +17,7 @@ import torch
 
 from medusa_heads.data.prompts import left_padded, stop_ids, until_end
 from medusa_heads.inference.engine.stats import GenerationStats
-from medusa_heads.machine import wait_for
+from medusa_heads.machine.devices import wait_for
 from medusa_heads.machine.memory import PeakMemory
 
 WARM_UP_TOKENS = 24

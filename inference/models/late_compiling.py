@@ -23,7 +23,7 @@ from medusa_heads.inference.drafters.blended import BlendedDrafter
 from medusa_heads.inference.engine.decoding import Exchange
 from medusa_heads.inference.engine.recurrent import graph_sizes
 from medusa_heads.inference.engine.state import DecodingState
-from medusa_heads.machine import Measurements, as_seconds
+from medusa_heads.machine.measurements import Measurements, as_seconds
 from medusa_heads.target.graphs.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 

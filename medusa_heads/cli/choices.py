@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from medusa_heads.machine import Choice
+    from medusa_heads.machine.choice import Choice
 
 _unprinted: dict[str, Choice] = {}
 

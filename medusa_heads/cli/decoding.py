@@ -119,7 +119,7 @@ def _load(
     from transformers import logging
     from transformers.utils.logging import disable_progress_bar
 
-    from medusa_heads.machine import find_device
+    from medusa_heads.machine.devices import find_device
     from medusa_heads.target.loading import load_tokenizer
 
     logging.set_verbosity_error()

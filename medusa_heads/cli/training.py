@@ -122,7 +122,7 @@ class Command:
         the user. Several processes, which could measure differently, never do."""
         import torch
 
-        from medusa_heads.machine import choose
+        from medusa_heads.machine.choice import choose
         from medusa_heads.target.loading import stored_form
 
         launched = os.environ.get("WORLD_SIZE", "")

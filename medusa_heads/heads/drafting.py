@@ -18,13 +18,9 @@ from medusa_heads.heads.base import AnyHeads, DraftHeads
 from medusa_heads.heads.correction import Correction
 from medusa_heads.heads.int8 import Int8Linear
 from medusa_heads.heads.near import NearLinear, PackedLinear
-from medusa_heads.machine import (
-    GAIN,
-    has_int8_products,
-    has_packed_products,
-    int8_gain,
-    packed_gain,
-)
+from medusa_heads.machine.choice import GAIN
+from medusa_heads.machine.kernels import has_int8_products, has_packed_products
+from medusa_heads.machine.products import int8_gain, packed_gain
 
 SMALLEST = 1 << 18  # weights of a matrix; of smaller ones the call takes longer than the product
 _PACKED_GAIN = 1.25  # with four rows

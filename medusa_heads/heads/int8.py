@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads.heads.near import NearLinear, made_of
-from medusa_heads.machine import int8_product
+from medusa_heads.machine.kernels import int8_product
 
 # Where a processor has no instructions for such products, two of them are added in 16 bits, which
 # these weights never fill. Elsewhere another bit would bring nothing that a draft could tell.

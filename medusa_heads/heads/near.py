@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from torch.utils.weak import WeakIdKeyDictionary
 
 from medusa_heads.agreement import TOLERANCE, is_half, relative_error
-from medusa_heads.machine import pack, packed_product
+from medusa_heads.machine.kernels import pack, packed_product
 
 FEW = range(2, 33)  # rows for which a packed matrix may pay: one row is read as fast in any order
 

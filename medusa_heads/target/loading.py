@@ -16,7 +16,9 @@ from medusa_heads.contents import refuse_heads
 from medusa_heads.errors import NoModel, first_line
 from medusa_heads.files import expanded, is_path, read_json
 from medusa_heads.hub_probe import hub_failure
-from medusa_heads.machine import Choice, Shape, Use, as_dtype, choose, find_device
+from medusa_heads.machine.choice import Choice, as_dtype, choose
+from medusa_heads.machine.devices import find_device
+from medusa_heads.machine.products import Shape, Use
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

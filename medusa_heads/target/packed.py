@@ -22,8 +22,9 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from medusa_heads.machine import Use, has_packed_products, packed_gain, turned_gain
 from medusa_heads.machine.devices import free_memory
+from medusa_heads.machine.kernels import has_packed_products
+from medusa_heads.machine.products import Use, packed_gain, turned_gain
 from medusa_heads.target.packed_layer import FEW, PackedLayer, Rows, copies
 
 if TYPE_CHECKING:

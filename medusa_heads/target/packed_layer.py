@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from medusa_heads.agreement import TOLERANCE, is_half, relative_error
-from medusa_heads.machine import pack, packed_product, turn, turned_product
-from medusa_heads.machine.kernels import operator
+from medusa_heads.machine.kernels import operator, pack, packed_product, turn, turned_product
 from medusa_heads.target.attention import is_recorded, reads_tree
 
 FEW = 4  # rows from which it pays where it does with eight; below, a measurement of two says

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from medusa_heads.cache_names import cache_argument
 from medusa_heads.errors import UnsupportedArchitecture
-from medusa_heads.machine import Choice, Use
+from medusa_heads.machine.choice import Choice
+from medusa_heads.machine.products import Use
 from medusa_heads.target.attention import (
     SUPPORTED_ATTENTION,
     TreeMask,

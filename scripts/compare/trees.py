@@ -29,7 +29,7 @@ from medusa_heads.cli.flags.decoding import ModelArguments
 from medusa_heads.inference.bench.prompts import held_out_prompts
 from medusa_heads.inference.bench.timed_run import Method, TimedRun, summarise, take_turns
 from medusa_heads.inference.plan.tree_size import expected_tokens, fastest, tune
-from medusa_heads.machine import describe_machine
+from medusa_heads.machine.facts import describe_machine
 from medusa_heads.settings import flag
 from medusa_heads.tables import on_screen
 from scripts.measure.written import write_report

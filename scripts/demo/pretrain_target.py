@@ -47,7 +47,7 @@ from medusa_heads.cli.flags.arguments import run_command
 from medusa_heads.contents import is_model
 from medusa_heads.data.corpus import standard_library
 from medusa_heads.files import move_in, staging
-from medusa_heads.machine import choose
+from medusa_heads.machine.choice import choose
 from medusa_heads.settings import at_least, flag
 from scripts.demo.tokens import to_blocks, train_tokenizer
 

@@ -30,7 +30,8 @@ from scripts.demo.plan import (
 if TYPE_CHECKING:
     from medusa_heads.config import HeadsConfig
     from medusa_heads.inference.bench.setting import Setting
-    from medusa_heads.machine import Choice, Use
+    from medusa_heads.machine.choice import Choice
+    from medusa_heads.machine.products import Use
 
 COMPILED = "plain-compiled"
 ALONE, FASTEST, COPYING, TOGETHER = "heads:static:15", "heads:fastest", "suffix", "heads:auto"
@@ -106,7 +107,7 @@ class Recipe:
         return self._chosen("tree")
 
     def _chosen(self, use: Use) -> Choice:
-        from medusa_heads.machine import choose
+        from medusa_heads.machine.choice import choose
         from medusa_heads.target.loading import stored_form
 
         form = stored_form(self.target)
@@ -124,7 +125,7 @@ class Recipe:
         return make_plan(speeds, work, full=self.full, floor=self.floor, budget=self.budget)
 
     def _speeds(self) -> Speeds:
-        from medusa_heads.machine import Measurements
+        from medusa_heads.machine.measurements import Measurements
 
         store = Measurements(self.folder)
         dtypes = [setting.dtype for setting in self.benchmark_settings()]
@@ -217,7 +218,7 @@ class Recipe:
     def heads_key(self, plan: Plan) -> str:
         """The plan, the machine, the configuration, the target's files, this package's sources,
         and the Python whose library is the text."""
-        from medusa_heads.machine import machine_facts
+        from medusa_heads.machine.facts import machine_facts
 
         decided = {
             "rows": plan.amounts.rows,

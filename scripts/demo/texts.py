@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from medusa_heads.data.corpus import prompt_windows, standard_library
 from medusa_heads.inference.regeneration.regenerate import regenerate
-from medusa_heads.machine import choose
+from medusa_heads.machine.choice import choose
 from medusa_heads.target.target import TargetModel
 
 TARGET = Path(__file__).resolve().parents[2] / "assets" / "demo-target"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.verbs.benchmark import DECODINGS
-from medusa_heads.machine import find_device
+from medusa_heads.machine.devices import find_device
 from medusa_heads.settings import flag
 
 if TYPE_CHECKING:

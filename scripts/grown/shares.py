@@ -25,7 +25,8 @@ from torch.profiler import ProfilerActivity, profile
 from medusa_heads import MedusaModel
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.inference.engine.state import padded_mask
-from medusa_heads.machine import describe_machine, find_device, wait_for
+from medusa_heads.machine.devices import find_device, wait_for
+from medusa_heads.machine.facts import describe_machine
 from medusa_heads.settings import flag
 from medusa_heads.target.graphs import captured
 from medusa_heads.target.graphs.captured import CapturedTarget

@@ -71,8 +71,8 @@ def grow(arguments: Arguments) -> None:
     from rich.console import Console
 
     from medusa_heads.checkpoint.checkpoint import save_heads
-    from medusa_heads.machine import Shape as Sizes
-    from medusa_heads.machine import choose
+    from medusa_heads.machine.choice import choose
+    from medusa_heads.machine.products import Shape as Sizes
     from scripts.grown.heads import provenance_of_grown
     from scripts.grown.model import grow as grow_in_memory
     from scripts.grown.model import load_small

@@ -39,8 +39,9 @@ def measure(arguments: Arguments) -> None:
     import torch
 
     from medusa_heads.agreement import relative_error
-    from medusa_heads.machine import as_dtype, find_device
     from medusa_heads.machine.attention import Attended, replayed, rivals
+    from medusa_heads.machine.choice import as_dtype
+    from medusa_heads.machine.devices import find_device
     from medusa_heads.tables import in_markdown
 
     device, dtype, of = find_device("cuda"), as_dtype(arguments.dtype), arguments

@@ -32,7 +32,7 @@ from transformers import TrainerCallback, TrainingArguments
 from medusa_heads import HeadsConfig, TargetModel
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.heads import new_heads
-from medusa_heads.machine import describe_machine
+from medusa_heads.machine.facts import describe_machine
 from medusa_heads.settings import at_least, flag
 from medusa_heads.tables import on_screen
 from medusa_heads.training.arguments.cache import CacheArguments, CachedDtype

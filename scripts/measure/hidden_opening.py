@@ -24,7 +24,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from medusa_heads.cli.flags.arguments import command
-from medusa_heads.machine import describe_machine
+from medusa_heads.machine.facts import describe_machine
 from medusa_heads.settings import at_least, flag
 from medusa_heads.training.hidden.cached_rows import NAME_BYTES
 from medusa_heads.training.hidden.layout import CacheKey, Index, Layout, shard_name

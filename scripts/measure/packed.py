@@ -42,7 +42,7 @@ def measure(arguments: Arguments) -> None:
 
     from medusa_heads import TargetModel
     from medusa_heads.inference.adapt.step_bench import RandomChain, StepBench
-    from medusa_heads.machine import Shape, packed_gain
+    from medusa_heads.machine.products import Shape, packed_gain
     from medusa_heads.tables import on_screen
     from medusa_heads.target.graphs.scripted import ScriptedTarget
     from medusa_heads.target.packed import PackedMatrices

@@ -34,7 +34,7 @@ from pyarrow.parquet import ParquetWriter
 from rich.table import Table
 
 from medusa_heads.cli.flags.arguments import command
-from medusa_heads.machine import describe_machine
+from medusa_heads.machine.facts import describe_machine
 from medusa_heads.settings import at_least, flag
 from scripts.measure.written import write_report
 

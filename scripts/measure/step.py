@@ -37,7 +37,8 @@ from medusa_heads.cli.decoding import load_model
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.cli.flags.decoding import ModelArguments
 from medusa_heads.inference.bench.prompts import held_out_prompts
-from medusa_heads.machine import describe_machine, find_device
+from medusa_heads.machine.devices import find_device
+from medusa_heads.machine.facts import describe_machine
 from medusa_heads.settings import flag
 from scripts.grown.model import grown_medusa
 from scripts.measure.random_target import random_target

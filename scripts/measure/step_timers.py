@@ -20,7 +20,7 @@ from medusa_heads.cache_names import cache_argument
 from medusa_heads.inference.acceptance import make_rule
 from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
-from medusa_heads.machine import wait_for
+from medusa_heads.machine.devices import wait_for
 from medusa_heads.target.graphs.captured import as_it_is
 from medusa_heads.trees.tree import TokenTree
 

@@ -35,7 +35,8 @@ from medusa_heads import HeadsConfig
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
 from medusa_heads.config import HeadsKind
 from medusa_heads.heads import new_heads
-from medusa_heads.machine import describe_machine, wait_for
+from medusa_heads.machine.devices import wait_for
+from medusa_heads.machine.facts import describe_machine
 from medusa_heads.machine.memory import PeakMemory
 from medusa_heads.settings import at_least, flag
 from medusa_heads.training.arguments.loss_config import LossConfig

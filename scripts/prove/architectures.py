@@ -35,7 +35,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from medusa_heads.checkpoint.provenance import provenance
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.files import replace_file
-from medusa_heads.machine import machine_facts
+from medusa_heads.machine.facts import machine_facts
 from medusa_heads.settings import flag
 from scripts.prove.architecture_check import Result, check, one_line
 from scripts.prove.tiny_models import VARIANTS

@@ -88,7 +88,7 @@ def prove(arguments: ProofArguments) -> list[dict[str, Any]]:
     console = Console()
     with tempfile.TemporaryDirectory() as root, record.open("a", encoding="utf-8") as file:
         _settle(Path(root))
-        from medusa_heads.machine import describe_machine  # imports libraries
+        from medusa_heads.machine.facts import describe_machine  # imports libraries
 
         facts = {"provenance": provenance(), "machine": describe_machine(), "seed": arguments.seed}
         lines.append(facts | {"started": datetime.now(timezone.utc).isoformat(timespec="seconds")})

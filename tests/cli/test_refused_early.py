@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from medusa_heads import machine
 from medusa_heads.cli import train_draft, train_heads
 from medusa_heads.cli.main import main
 from medusa_heads.cli.verbs import prepare_hidden
+from medusa_heads.machine import choice
 from tests.conftest import Refused
 
 HEADS, DRAFT = ["{}/heads"], ["{}/target", "--draft_model", "{}/target"]
@@ -81,7 +81,7 @@ CASES = [
 def nothing_is_loaded(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForCausalLM
 
-    for of, name in ((AutoModelForCausalLM, "from_pretrained"), (machine, "choose")):
+    for of, name in ((AutoModelForCausalLM, "from_pretrained"), (choice, "choose")):
         monkeypatch.setattr(of, name, lambda *_, **__: pytest.fail("!"))
 
 

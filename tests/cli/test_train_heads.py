@@ -17,7 +17,7 @@ from medusa_heads.cli.flags.arguments import parse_arguments
 from medusa_heads.cli.train_heads import ARGUMENTS, main
 from medusa_heads.cli.verbs import generate
 from medusa_heads.decoder_shape import DecoderShape
-from medusa_heads.machine import Shape
+from medusa_heads.machine.products import Shape
 from medusa_heads.target.target import TargetModel
 from tests.conftest import Refused
 from tests.measured import keep_products

@@ -13,7 +13,7 @@ from medusa_heads.heads import drafting, new_heads
 from medusa_heads.heads.drafting import for_drafting, near_layers
 from medusa_heads.heads.int8 import Int8Linear
 from medusa_heads.heads.near import NearLinear, PackedLinear
-from medusa_heads.machine import has_packed_products
+from medusa_heads.machine.kernels import has_packed_products
 from tests.conftest import TinyLlama
 
 VOCAB, HIDDEN = 3000, 64

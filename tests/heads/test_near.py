@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 from medusa_heads.heads import near
 from medusa_heads.heads.int8 import Int8Linear
 from medusa_heads.heads.near import NearLinear, PackedLinear, made_of
-from medusa_heads.machine import has_packed_products
+from medusa_heads.machine.kernels import has_packed_products
 
 pytestmark = pytest.mark.skipif(
     not has_packed_products(torch.float32), reason="this build of torch packs no matrices"

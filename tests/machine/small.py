@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from medusa_heads.machine import Measurements, Shape, Use
+from medusa_heads.machine.measurements import Measurements
+from medusa_heads.machine.products import Shape, Use
 from tests.measured import keep_products
 
 CPU = torch.device("cpu")

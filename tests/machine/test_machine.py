@@ -11,18 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_heads.machine import (
-    Shape,
-    choice,
-    choose,
-    describe_machine,
-    devices,
-    find_device,
-    machine_facts,
-    speeds,
-)
-from medusa_heads.machine.choice import fastest_threads
-from medusa_heads.machine.devices import computes_in
+from medusa_heads.machine import choice, devices
+from medusa_heads.machine.choice import choose, fastest_threads, speeds
+from medusa_heads.machine.devices import computes_in, find_device
+from medusa_heads.machine.facts import describe_machine, machine_facts
+from medusa_heads.machine.products import Shape
 from tests.machine.small import BF16, CPU, FAST_BF16, SLOW_BF16, SMALL, store_of
 
 

@@ -15,18 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_heads.machine import (
-    Contention,
-    Measurements,
-    Shape,
-    Use,
-    choose,
-    measurement_folder,
-    measurements,
-)
+from medusa_heads.machine import measurements
 from medusa_heads.machine import products as module
+from medusa_heads.machine.choice import choose
 from medusa_heads.machine.kernels import has_packed_products
-from medusa_heads.machine.products import int8_gain, packed_gain, product_seconds
+from medusa_heads.machine.measurements import Contention, Measurements, measurement_folder
+from medusa_heads.machine.products import Shape, Use, int8_gain, packed_gain, product_seconds
 from tests.machine.small import BF16, CPU, SLOW_BF16, SMALL, store_of
 
 

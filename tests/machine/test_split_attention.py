@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from medusa_heads.agreement import relative_error
 from medusa_heads.errors import MedusaWarning
-from medusa_heads.machine import Measurements, attention, split_attention
+from medusa_heads.machine import attention, split_attention
 from medusa_heads.machine.attention import (
     KIND,
     Attended,
@@ -26,6 +26,7 @@ from medusa_heads.machine.attention import (
     seen_words,
     split_pays,
 )
+from medusa_heads.machine.measurements import Measurements
 from medusa_heads.target.attention import additive
 from tests.conftest import DEVICE
 from tests.elsewhere import compiled_elsewhere

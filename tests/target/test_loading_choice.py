@@ -10,7 +10,9 @@ import torch
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
 from medusa_heads.checkpoint.checkpoint import save_heads
-from medusa_heads.machine import Choice, Shape, Use, choice, choose
+from medusa_heads.machine import choice
+from medusa_heads.machine.choice import Choice, choose
+from medusa_heads.machine.products import Shape, Use
 from medusa_heads.target.loading import stored_form
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama

@@ -10,7 +10,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_f
 from accelerate.utils import set_module_tensor_to_device
 from transformers import TrainingArguments
 
-from medusa_heads.machine import Choice
+from medusa_heads.machine.choice import Choice
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
 

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from transformers import EarlyStoppingCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from medusa_heads.machine import wait_for
+from medusa_heads.machine.devices import wait_for
 from medusa_heads.training.hidden.sharding import any_process
 from medusa_heads.training.runs.record import judged_by_another
 from medusa_heads.training.runs.resumable import find_best, forget_best

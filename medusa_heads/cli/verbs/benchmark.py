@@ -111,7 +111,7 @@ def benchmark(arguments: BenchmarkArguments) -> None:
     from medusa_heads.checkpoint.stored_heads import read_sidecar
     from medusa_heads.inference.bench.methods import check_methods, needs_heads
     from medusa_heads.inference.bench.source import find_source
-    from medusa_heads.machine import find_device
+    from medusa_heads.machine.devices import find_device
 
     device = find_device(arguments.device)
     source = find_source(
@@ -168,7 +168,7 @@ def benchmark(arguments: BenchmarkArguments) -> None:
 
 def _dtypes(arguments: BenchmarkArguments, source: Source) -> list[str]:
     """The fastest, and float32 for the proof where that is cheap."""
-    from medusa_heads.machine import choose
+    from medusa_heads.machine.choice import choose
     from medusa_heads.target.loading import stored_form
 
     trusted = arguments.trust_remote_code

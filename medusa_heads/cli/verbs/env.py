@@ -18,7 +18,7 @@ from medusa_heads.settings import flag
 from medusa_heads.shared_flags import DeviceFlag
 
 if TYPE_CHECKING:
-    from medusa_heads.machine import Use
+    from medusa_heads.machine.products import Use
 
 VERSIONS = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors")
 USES: dict[Use, str] = {
@@ -40,12 +40,12 @@ def show(arguments: EnvArguments) -> None:
     """Print lines none of which names a user or a secret; the first stand there should a
     measurement fail.
     """
-    from medusa_heads import machine
     from medusa_heads.contents import refuse_adapter, refuse_heads
+    from medusa_heads.machine import choice, devices, facts, measurements, products
     from medusa_heads.target.loading import stored_form
 
     say = partial(print, flush=True)
-    where = str(machine.find_device(arguments.device))
+    where = str(devices.find_device(arguments.device))
     form = None
     if arguments.target is not None:
         refuse_heads(arguments.target)
@@ -64,33 +64,33 @@ def show(arguments: EnvArguments) -> None:
     versions = [f"{name} {metadata.version(name)}" for name in VERSIONS]
     package = f"medusa-heads {metadata.version('medusa-heads')}"
     say(", ".join([package, f"Python {platform.python_version()}", *versions]))
-    for name, value in machine.describe_machine().items():
+    for name, value in facts.describe_machine().items():
         if name not in ("python", *VERSIONS):
             shown = " ".join(map(str, value)) if isinstance(value, list) else value
             say(f"{name}: {'not set' if value is None else shown}")
-    say(f"devices: {', '.join(map(str, machine.devices_here()))}")
+    say(f"devices: {', '.join(map(str, devices.devices_here()))}")
     say(f"measured on {where}, in speeds relative to float32:")
-    shape = machine.Shape() if form is None else form.shape
-    chosen: dict[Use, machine.Choice] = {}
+    shape = products.Shape() if form is None else form.shape
+    chosen: dict[Use, choice.Choice] = {}
     for use, purpose in USES.items():
         stored = None if form is None or use == "train" else form.dtype
-        chosen[use] = machine.choose(use, device=where, stored=stored, shape=shape)
+        chosen[use] = choice.choose(use, device=where, stored=stored, shape=shape)
         say(f"  {purpose}: {chosen[use]}")
-        found = machine.speeds(use, device=where, stored=stored, shape=shape)
+        found = choice.speeds(use, device=where, stored=stored, shape=shape)
         each = (
             f"{dtype} on {count} thread{'s'[: count != 1]} {speed:.2f}"
             for (dtype, count), speed in found.items()
         )
         say("    " + ", ".join(each))
-    if where == "cpu" and (gain := machine.int8_gain(chosen["tree"].dtype)):
+    if where == "cpu" and (gain := products.int8_gain(chosen["tree"].dtype)):
         say(f"  drafts in eight bits: {gain:.2f} times the speed of the tree's dtype")
     sizes = (shape.intermediate, shape.hidden)
-    if where == "cpu" and (gain := machine.packed_gain(chosen["tree"].dtype, *sizes)):
+    if where == "cpu" and (gain := products.packed_gain(chosen["tree"].dtype, *sizes)):
         say(f"  packed matrices: {gain:.2f} times the speed of others for 8 rows")
     if where == "cpu":
-        gain = machine.turned_gain(chosen["tree"].dtype, *sizes)
+        gain = products.turned_gain(chosen["tree"].dtype, *sizes)
         say(f"  matrices by columns: {gain:.2f} times the speed of others for 1 row")
-    folder, home = str(machine.measurement_folder()), os.path.expanduser("~")
+    folder, home = str(measurements.measurement_folder()), os.path.expanduser("~")
     shown = "~" + folder.removeprefix(home) if folder.startswith(home + os.sep) else folder
     say(f"measurements are kept in {shown}")
 

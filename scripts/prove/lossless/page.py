@@ -9,7 +9,7 @@ from pathlib import Path
 from textwrap import fill
 
 from medusa_heads.checkpoint.provenance import provenance
-from medusa_heads.machine import machine_facts
+from medusa_heads.machine.facts import machine_facts
 from scripts.prove.lossless.cases import Record
 from scripts.prove.lossless.comparison import EPSILON
 from scripts.prove.lossless.records import Summary

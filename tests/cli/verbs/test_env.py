@@ -20,8 +20,8 @@ def test_it_prints_what_a_report_needs(
 ) -> None:
     monkeypatch.setenv("HOME", str(cache.parent))
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    monkeypatch.setattr("medusa_heads.machine.int8_gain", lambda _: 3.5)
-    monkeypatch.setattr("medusa_heads.machine.packed_gain", lambda *_: 1.25)
+    monkeypatch.setattr("medusa_heads.machine.products.int8_gain", lambda _: 3.5)
+    monkeypatch.setattr("medusa_heads.machine.products.packed_gain", lambda *_: 1.25)
     assert main(["env"]) == 0
     shown = capsys.readouterr().out
     assert f"torch {version('torch')}" in shown and "transformers " in shown

@@ -17,7 +17,8 @@ from medusa_heads.inference.adapt.evidence import Evidence
 from medusa_heads.inference.adapt.lessons import Lessons
 from medusa_heads.inference.models.training_free import TrainingFreeModel
 from medusa_heads.inference.plan import adaptive
-from medusa_heads.machine import Measurements, measurements
+from medusa_heads.machine import measurements
+from medusa_heads.machine.measurements import Measurements
 from medusa_heads.target.graphs.compiled import CompiledTarget
 from tests.conftest import TinyLlama
 

@@ -20,7 +20,7 @@ from medusa_heads.inference.bench.prompts import Prompt
 from medusa_heads.inference.bench.run import benchmark
 from medusa_heads.inference.bench.setting import Plan, Setting, default_settings, measure
 from medusa_heads.inference.models.medusa import MedusaModel
-from medusa_heads.machine import describe_machine
+from medusa_heads.machine.facts import describe_machine
 from medusa_heads.target.target import TargetModel
 from tests.inference.bench.benchmarked import HEADS, NEW, PROMPTS
 

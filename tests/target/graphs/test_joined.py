@@ -14,8 +14,8 @@ from torch.nn.functional import linear
 
 from medusa_heads.agreement import relative_error
 from medusa_heads.errors import MedusaWarning
-from medusa_heads.machine import Measurements
 from medusa_heads.machine.attention import kernel_facts
+from medusa_heads.machine.measurements import Measurements
 from medusa_heads.machine.programs import traced
 from medusa_heads.target.graphs import joined
 from medusa_heads.target.graphs.joined import KIND, fastest, join_products, joined_products

@@ -59,7 +59,8 @@ class Caches:
     def _products(self) -> dict[str, float]:
         import torch
 
-        from medusa_heads.machine import Shape, speeds
+        from medusa_heads.machine.choice import speeds
+        from medusa_heads.machine.products import Shape
 
         shape = Shape(hidden=32, intermediate=64, vocab=64, layers=1)
         found = speeds("tree", device="cpu", stored=torch.bfloat16, shape=shape)
