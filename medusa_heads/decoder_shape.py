@@ -35,13 +35,11 @@ def usual_heads(hidden_size: int, need: str) -> int:
 @dataclass(frozen=True)
 class LayerShape:
     """Shape of decoder layers of the heads' own, in the words of transformers' configurations.
+    Raises ValueError: a size below one or beyond reason, or a rule of positions that is not known.
 
     Args:
         num_attention_heads, num_key_value_heads, head_dim, intermediate_size, rms_norm_eps,
             attention_bias, rope_parameters: as there.
-
-    Raises:
-        ValueError: a size below one or beyond reason, or a rule of positions that is not known.
     """
 
     num_attention_heads: int

@@ -28,16 +28,14 @@ RULES: dict[str, type[Any]] = {
 def make_rule(
     name: str, processors: LogitsProcessorList, do_sample: bool, **settings: float
 ) -> AcceptanceRule:
-    """The rule of that name.
+    """The rule of that name. Raises ValueError: an unknown name, a setting the rule does not have,
+    or a value out of range.
 
     Args:
         name: `lossless`, or one of the lossy `typical`, `threshold`, `log_ratio`.
         processors: transformers' logits processors and warpers.
         do_sample: draw, rather than take the most likely token.
         settings: of the rule: `epsilon` and `delta`, `threshold`, or `tau`.
-
-    Raises:
-        ValueError: an unknown name, a setting the rule does not have, or a value out of range.
     """
     if name not in RULES:
         raise ValueError(f"acceptance must be one of {sorted(RULES)}, got {name!r}")

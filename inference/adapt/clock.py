@@ -24,7 +24,7 @@ _DRAFTING = 1 / 16  # the share of a source's seconds that a new draft makes up
 
 
 class Clock:
-    """Seconds of the parts of a step.
+    """Seconds of the parts of a step. Raises ValueError: no size, or a time that is not above 0.
 
     Args:
         measured: seconds of a step that verifies so many tokens, the root among them.
@@ -33,9 +33,6 @@ class Clock:
 
     Attributes:
         sizes: the numbers of tokens that were measured, in order.
-
-    Raises:
-        ValueError: no size, or a time that is not above 0.
     """
 
     def __init__(

@@ -66,7 +66,8 @@ def step_seconds(
     refresh: bool = False,
 ) -> tuple[dict[str, StepSeconds], bool]:
     """Seconds of a step with each drafter, from disk where they were measured before; and whether
-    other programs had the processors while they were, in which case they are not on disk.
+    other programs had the processors while they were, in which case they are not on disk. Raises
+    ValueError: the context does not fit the target.
 
     Args:
         target: the target.
@@ -75,9 +76,6 @@ def step_seconds(
         context: tokens in the cache while measuring.
         batch_size: sequences decoded together.
         refresh: measure even if there is an earlier measurement, on disk or of this process.
-
-    Raises:
-        ValueError: the context does not fit the target.
     """
     target = as_it_is(target)
     context = _fitting(target, context, max(each.num_nodes for each in drafters.values()))

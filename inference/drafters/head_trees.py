@@ -89,16 +89,14 @@ class DynamicDrafter(HeadsDrafter):
 
 
 class StaticDrafter(HeadsDrafter):
-    """Heads that fill a tree of one shape at every step.
+    """Heads that fill a tree of one shape at every step. Raises ValueError: the tree is deeper than
+    there are heads, or wider than their vocabulary.
 
     Args:
         heads: on their target's device.
         shape: the tree.
         temperatures: of the heads' probabilities.
         with_log_probs: give the nodes' draft probabilities too, for rules that compare with them.
-
-    Raises:
-        ValueError: the tree is deeper than there are heads, or wider than their vocabulary.
     """
 
     def __init__(

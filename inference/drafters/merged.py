@@ -52,7 +52,8 @@ class Part(Protocol):
 
 class MergedTrees(Drafter):
     """Trees of the same size at every step, by tensors on the target's device alone: the likeliest
-    nodes of what all parts guess, and the text's own continuation as far as it goes.
+    nodes of what all parts guess, and the text's own continuation as far as it goes. Raises
+    ValueError: no node.
 
     Args:
         parts: which guess besides the text; may be none.
@@ -61,9 +62,6 @@ class MergedTrees(Drafter):
         chain_only: never more than one token behind another; then all have one size.
         paced: whether sizes are also chosen from where the host takes the steps. Each is a forward
             to be recorded, which costs a step, or compiled, which costs half a minute.
-
-    Raises:
-        ValueError: no node.
     """
 
     def __init__(

@@ -107,14 +107,12 @@ class RecyclingSource(Source):
 
 class RecycledTrees(Drafter):
     """Trees of the same size at every step, by the same matrix as tensors on the target's device:
-    nothing in them is asked of the host.
+    nothing in them is asked of the host. Raises ValueError: no node, or more than successors can
+    form.
 
     Args:
         vocab_size: of the target.
         num_drafted: nodes besides the root.
-
-    Raises:
-        ValueError: no node, or more than successors can form.
     """
 
     def __init__(self, vocab_size: int, num_drafted: int) -> None:

@@ -45,15 +45,13 @@ from medusa_heads.trees.tree import TokenTree
 class Beginning:
     """Rows whose prompts are about to be read.
 
-    Takes what `generate()` prepares for a decoding method, in `model_kwargs` too.
+    Takes what `generate()` prepares for a decoding method, in `model_kwargs` too. Raises
+    ValueError: an option that tree decoding cannot honour, by name.
 
     Args:
         acceptance, acceptance_settings, rng: see AssistedModel.
         among: how many rows these may come to be decoded with; by default themselves alone.
         random: what the seed of keyed noise is drawn from. Default: as torch's own generator goes.
-
-    Raises:
-        ValueError: an option that tree decoding cannot honour, by name.
 
     Attributes:
         state: where the rows stand.

@@ -35,7 +35,7 @@ from medusa_heads.target.target import TargetModel
 
 class RunningBatch:
     """At most so many rows, each with the text of `generate()`: greedy, and of a seed, that of the
-    row alone.
+    row alone. Raises ValueError: the target is compiled, for batches of one shape.
 
     Args:
         target, drafter, acceptance, acceptance_settings: see `Beginning`.
@@ -43,9 +43,6 @@ class RunningBatch:
         lock: held while the target runs.
         kept_bytes: what keys and values of texts that have ended may take, which are kept for
             prompts that begin alike.
-
-    Raises:
-        ValueError: the target is compiled, for batches of one shape.
 
     Attributes:
         max_rows: as given, or 1 where rows of this target cannot be decoded together.
@@ -124,7 +121,8 @@ class RunningBatch:
     def add(
         self, input_ids_1T: Tensor, streamer: Any = None, *, seed: int | None = None, **options: Any
     ) -> Row:
-        """Read a prompt, and let it join; it may have ended with its first token.
+        """Read a prompt, and let it join; it may have ended with its first token. Raises
+        ValueError: an option that cannot be honoured, by name.
 
         Args:
             input_ids_1T: the prompt, without padding.
@@ -132,9 +130,6 @@ class RunningBatch:
             seed: of the noise that decides what is drawn, as `torch.manual_seed(seed)` would fix it
                 in `generate()`.
             options: those of `generate()`.
-
-        Raises:
-            ValueError: an option that cannot be honoured, by name.
         """
         assert len(self.rows) < self.max_rows
         if take_cache(options) is not None:

@@ -36,14 +36,12 @@ def with_stop_strings(
     options: dict[str, Any],
 ) -> StoppingCriteriaList | None:
     """What ends the texts of a call, its stop strings among it, of which generate() is then told
-    none in the options.
+    none in the options. Raises ValueError: there are such strings and no tokenizer; or tokens are
+    to be healed by one.
 
     Args:
         configs: the call's configuration and the model's, which is asked where that says nothing.
         options: others of generate(), which go before both.
-
-    Raises:
-        ValueError: there are such strings and no tokenizer; or tokens are to be healed by one.
     """
 
     def asked(name: str) -> Any:

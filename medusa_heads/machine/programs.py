@@ -53,16 +53,14 @@ class Program:
         known: dict[str, Callable[..., Any] | None] | None = None,
     ) -> Program:
         """The same, where what stands between products, and comes again and again, is compiled;
-        each such part has been found to say what it said.
+        each such part has been found to say what it said. Raises Exception: what the compiler
+        raised, where it made nothing.
 
         Args:
             compile: makes a function of such a part and of what it might be given: a backend of
                 torch.compile.
             known: what has been compiled before, by `Stretch.key`, or stays as it is (None); what
                 is new comes to it.
-
-        Raises:
-            Exception: what the compiler raised, where it made nothing.
         """
         parts = [] if self.reshapes else list(parts_of(self.operations))
         fewer = Counter[str]()
@@ -115,6 +113,7 @@ class Program:
 
 class Script:
     """What a function does, as operations that torch's interpreter calls one by one, not Python's.
+    Raises RuntimeError: the interpreter does not know an operation.
 
     Args:
         program: the function's, which is done once more.
@@ -123,9 +122,6 @@ class Script:
 
     Attributes:
         size: the one that it serves; None for all.
-
-    Raises:
-        RuntimeError: the interpreter does not know an operation.
     """
 
     def __init__(self, program: Program, given: Sequence[Tensor], size: int) -> None:

@@ -41,7 +41,8 @@ def records(device: torch.device) -> bool:
 
 
 class Recording:
-    """What a function does on a GPU, to be done again.
+    """What a function does on a GPU, to be done again. Raises RuntimeError: something in the
+    function cannot be recorded.
 
     Args:
         function: what it reads lies where it lies for good. It must not wait for the GPU, nor move
@@ -56,9 +57,6 @@ class Recording:
         replays: how often it was done again.
         agreements: how much of what changed the function changed too, in that memory of which it
             is least, from 0 to 1, whenever that was asked.
-
-    Raises:
-        RuntimeError: something in the function cannot be recorded.
     """
 
     def __init__(self, function: Callable[[], Any], device: torch.device, pool: MemoryPool) -> None:

@@ -75,11 +75,8 @@ class Read(NamedTuple):
         return cls(hidden_BTD, [outputs.get(number) for number in numbers])
 
     def wide(self) -> Tensor:
-        """The features in their order and the lm_head's last, side by side [B, T, X].
-
-        Raises:
-            UnsupportedArchitecture: a layer does not put out one state for each token.
-        """
+        """The features in their order and the lm_head's last, side by side [B, T, X]. Raises
+        UnsupportedArchitecture: a layer does not put out one state for each token."""
         if not self.features:
             return self.hidden_BTD
         _, tokens, width = self.hidden_BTD.shape
@@ -158,10 +155,7 @@ class HiddenReader:
 
     def with_features(self: AnyReader, layers: Sequence[int] | None) -> AnyReader:
         """A view of the same model whose hidden states come with these features, None for none.
-
-        Raises:
-            ValueError: the model has no such layers, or they cannot be found.
-        """
+        Raises ValueError: the model has no such layers, or they cannot be found."""
         wanted = tuple(layers or ())
         if wanted == self.features:
             return self

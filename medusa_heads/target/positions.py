@@ -66,14 +66,12 @@ class PositionRule(NamedTuple):
     def of_texts(
         self, max_length: int | None, length: int, padding: Sequence[int], among: int
     ) -> PositionRule | None:
-        """The same for prompts of one length that are decoded to another one at most; None where
-        it plays no part.
+        """The same for prompts of one length that are decoded to another one at most; None where it
+        plays no part. Raises UnsupportedArchitecture: rows that do not advance in step would change
+        one another.
 
         Args:
             among: how many rows they may come to be decoded with, themselves included.
-
-        Raises:
-            UnsupportedArchitecture: rows that do not advance in step would change one another.
         """
         if max_length is not None and max_length <= self.limit:
             return None

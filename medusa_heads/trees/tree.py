@@ -233,11 +233,7 @@ def chain_shape(num_nodes: int) -> TreeShape:
 
 def check_size(ranks_per_level: Iterable[int], asked: object) -> None:
     """Refuse what would take all memory before it is made: so many nodes behind each one of the
-    level before, as was asked for.
-
-    Raises:
-        ValueError: they are more than `MOST_DRAFTED`.
-    """
+    level before, as was asked for. Raises ValueError: they are more than `MOST_DRAFTED`."""
     level, drafted = 1, 0
     for ranks in ranks_per_level:
         level *= ranks

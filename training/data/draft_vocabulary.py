@@ -80,14 +80,12 @@ def choose_vocabulary(
     whole_matrix: bool = False,
 ) -> DraftVocabulary:
     """What heads of this shape draft: the tokens that are known from before, else the commonest of
-    the text, as many as the configuration says, or as few as cover it; else all.
+    the text, as many as the configuration says, or as few as cover it; else all. Raises ValueError:
+    the configuration asks for more tokens than there are.
 
     Args:
         known_C: what a run that goes on has drafted so far.
         whole_matrix: whether a copy of the target's whole vocabulary matrix goes with the heads.
-
-    Raises:
-        ValueError: the configuration asks for more tokens than there are.
     """
     size = config.draft_vocab_size
     if known_C is None and size is not None:

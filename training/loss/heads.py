@@ -171,15 +171,12 @@ def heads_loss(
     With a reduced vocabulary, a true token outside it has no cross-entropy; forward and reverse KL
     compare with the target's distribution over the tokens that can be drafted, brought to sum 1;
     total variation and acceptance with its probabilities as they are, so that what cannot be
-    drafted counts as lost.
+    drafted counts as lost. Raises ValueError: a term needs the teacher, and none is given.
 
     Args:
         num_items: counted over ALL micro-batches of an optimiser step.
         teacher: the target, reading this batch; needed by all terms but cross-entropy.
         workspace: memory for the logits, where several calls follow each other.
-
-    Raises:
-        ValueError: a term needs the teacher, and none is given.
     """
     objective = objective or LossConfig()
     labels_RK = heads.draft_ids(rows.labels_RK)

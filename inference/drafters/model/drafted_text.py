@@ -36,10 +36,8 @@ class DraftedText(Memory):
 
     Row b's committed tokens lie in slots [padding_b, length_b) of the draft's cache, as they do in
     the target's, or as many as they are in the draft model's own tokens. Nodes written since then
-    lie behind the longest row, at the same slots for all.
-
-    Raises:
-        UnsupportedArchitecture: the draft model reads single texts only, and this is a batch.
+    lie behind the longest row, at the same slots for all. Raises UnsupportedArchitecture: the draft
+    model reads single texts only, and this is a batch.
 
     Attributes:
         reads: nodes of a row in each forward since they were last caught up with; that one is 1.

@@ -38,7 +38,8 @@ Spelling = bytes | str  # the bytes that a token stands for; of a special token,
 class SharedVocabulary:
     """The tokens of a draft model that are tokens of its target as well.
 
-    Special tokens are shared by name; those that begin and end a text by what they do.
+    Special tokens are shared by name; those that begin and end a text by what they do. Raises
+    ValueError: less than a hundredth is shared.
 
     Args:
         draft, target: the models' tokenizers.
@@ -49,9 +50,6 @@ class SharedVocabulary:
         own: the draft model's ids of the target's tokens, where it has them.
         share: of the target's tokens, how many are shared.
         begin: what the draft model's texts begin with, perhaps nothing.
-
-    Raises:
-        ValueError: less than a hundredth is shared.
     """
 
     def __init__(

@@ -126,10 +126,7 @@ def left_padding(
 def check_positions(input_ids_BT: Tensor, padding: list[int], model_kwargs: dict[str, Any]) -> None:
     """Positions of text that generate() makes itself pass; others would be forgotten after the
     prompt. Models that read images have several for each token, [.., B, T], which are one in text.
-
-    Raises:
-        ValueError: they are others.
-    """
+    Raises ValueError: they are others."""
     given: Tensor | None = model_kwargs.get("position_ids")
     if given is None:
         return

@@ -74,14 +74,12 @@ def positions_given(model: Any, *, media: bool) -> Iterator[list[Tensor]]:
 
 def positions_ahead(given: Sequence[Tensor], own_B: Sequence[int]) -> list[int]:
     """By how much the positions of each row are ahead of its tokens behind the prompt, or behind
-    them: an image may take fewer positions than tokens.
+    them: an image may take fewer positions than tokens. Raises ValueError: no single position is
+    next.
 
     Args:
         given: the positions of the prompts, where they were seen: [B, T] or [A, B, T].
         own_B: where the last token of each prompt stands in its text.
-
-    Raises:
-        ValueError: no single position is next.
     """
     if not given or given[0].ndim > 3 or given[0].shape[-2] not in (1, len(own_B)):
         return [0] * len(own_B)
