@@ -118,7 +118,7 @@ class HeadsConfig:
         default=None,
         metadata=as_flag(
             "Layers of the target, counted from 0, that the heads read beside its last hidden "
-            "state: a low, a middle and a high one. Default: none.",
+            "state: a low, a middle and a high one. Default: none."
         ),
     )
     raw_embeddings: bool = field(default=False, metadata=NO_FLAG)

@@ -127,12 +127,7 @@ class Likeliest:
         return near_0_WV.exp_().sum(dim=-1).tolist()
 
     def _draw(
-        self,
-        luck: Luck,
-        highest: list[float],
-        tokens: list[int],
-        total: float | None,
-        close: float,
+        self, luck: Luck, highest: list[float], tokens: list[int], total: float | None, close: float
     ) -> int | None:
         """The token that is drawn behind one text, by scores in falling order. It is that with the
         least draw over weight. What lies so close to the limit of top_p may be on its other side.

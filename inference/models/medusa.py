@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_heads.checkpoint import files
 from medusa_heads.checkpoint.adapter import load_adapter
-from medusa_heads.checkpoint.checkpoint import (
-    has_adapter,
-    is_named_adapter,
-    load_heads,
-    save_heads,
-)
+from medusa_heads.checkpoint.checkpoint import has_adapter, is_named_adapter, load_heads, save_heads
 from medusa_heads.checkpoint.provenance import provenance
 from medusa_heads.checkpoint.stored_heads import StoredHeads, read_sidecar
 from medusa_heads.files import expanded

@@ -12,13 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa_heads.data.bad_rows import BadRow
-from medusa_heads.data.messages import (
-    SPEAKERS,
-    SYSTEM_COLUMN,
-    behind_system,
-    messages_of,
-    tools_of,
-)
+from medusa_heads.data.messages import SPEAKERS, SYSTEM_COLUMN, behind_system, messages_of, tools_of
 from medusa_heads.files import parse_json
 
 CONTEXT_COLUMN = "_context"

@@ -27,11 +27,7 @@ SPEAKERS = ("user", "assistant")
 
 
 def messages_of(
-    value: Any,
-    column: str,
-    say_something: Collection[str] = SPEAKERS,
-    *,
-    filled: bool = True,
+    value: Any, column: str, say_something: Collection[str] = SPEAKERS, *, filled: bool = True
 ) -> list[dict[str, Any]]:
     """The messages of a column, all with a role and a text as content; a BadRow where they are
     none, a role is unknown, a content holds something else than text, a weight is neither 0 nor 1,

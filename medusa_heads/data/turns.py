@@ -80,8 +80,7 @@ def rows_of_turns(
         lasts = left[np.append(first[1:], len(left)) - 1]
         leads = np.repeat(lasts, np.diff(np.append(first, len(left))))
         held = begins(
-            (ids.values, ids.starts[left], ends[left]),
-            (ids.values, ids.starts[leads], ends[leads]),
+            (ids.values, ids.starts[left], ends[left]), (ids.values, ids.starts[leads], ends[leads])
         )
         leader[left[held]] = leads[held]
         left = left[~held]

@@ -31,11 +31,7 @@ _STAGES = 3  # slots of the next block are read while those of one are multiplie
 
 
 def split_attention(
-    query_BHNX: Tensor,
-    key_BGSX: Tensor,
-    value_BGSY: Tensor,
-    seen_BU: Tensor,
-    scale: float | None,
+    query_BHNX: Tensor, key_BGSX: Tensor, value_BGSY: Tensor, seen_BU: Tensor, scale: float | None
 ) -> Tensor:
     """The attention of N tokens, at most 64, [B, N, H, Y].
 
@@ -211,9 +207,7 @@ def _attend(  # type: ignore[no-untyped-def]
     x_X, y_Y = tl.arange(0, BLOCK_X), tl.arange(0, BLOCK_Y)
     query_M = query + b * query_b + head_M * query_h + node_M * query_n
     q_MX = tl.load(
-        query_M[:, None] + x_X[None, :],
-        mask=there_M[:, None] & (x_X < X)[None, :],
-        other=0.0,
+        query_M[:, None] + x_X[None, :], mask=there_M[:, None] & (x_X < X)[None, :], other=0.0
     )
     key_X = key + b * key_b + g * key_g + x_X
     value_Y = value + b * value_b + g * value_g + y_Y

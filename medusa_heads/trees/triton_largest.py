@@ -66,15 +66,7 @@ def _largest_of_block(x, keys, places, V, blocks, COUNT: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _largest_of_all(  # type: ignore[no-untyped-def]
-    x,
-    keys,
-    places,
-    values,
-    ids,
-    V,
-    P,
-    COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, keys, places, values, ids, V, P, COUNT: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     at_P = tl.arange(0, BLOCK)

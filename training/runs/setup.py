@@ -51,12 +51,7 @@ from medusa_heads.training.runs.record import (
     mean_loss,
     write_run,
 )
-from medusa_heads.training.runs.resumable import (
-    checkpoints,
-    find_start,
-    lies_in,
-    remove_checkpoint,
-)
+from medusa_heads.training.runs.resumable import checkpoints, find_start, lies_in, remove_checkpoint
 from medusa_heads.training.runs.trainer import TaughtTrainer
 
 logger = logging.getLogger(__name__)

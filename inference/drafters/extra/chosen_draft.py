@@ -36,10 +36,7 @@ class ChosenDraftDrafter(Drafter):
     """
 
     def __init__(
-        self,
-        clock: Clock,
-        drafters: Sequence[tuple[Drafter | AdaptiveTree, Clock]],
-        most: int = 0,
+        self, clock: Clock, drafters: Sequence[tuple[Drafter | AdaptiveTree, Clock]], most: int = 0
     ) -> None:
         self._clock, self._drafters = clock, list(drafters)
         fixed = [each.num_nodes - 1 for each, _ in drafters if not isinstance(each, AdaptiveTree)]

@@ -28,11 +28,7 @@ def regenerate(arguments: RegenerateArguments) -> None:
     from medusa_heads.inference.regeneration.answers import Sampling
     from medusa_heads.inference.regeneration.dialogues import read_dialogues
     from medusa_heads.inference.regeneration.regenerate import answer_dialogues
-    from medusa_heads.inference.regeneration.store import (
-        check_output,
-        rows_there,
-        write_output,
-    )
+    from medusa_heads.inference.regeneration.store import check_output, rows_there, write_output
     from medusa_heads.inference.regeneration.tables import read_table
     from medusa_heads.target.loading import find_tokenizer
 
