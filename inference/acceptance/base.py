@@ -18,12 +18,8 @@ from medusa_heads.trees.tree import TokenTree
 
 # Warpers look at the scores of one position alone: neither at the text nor at other rows.
 _WARPERS = (
-    known.EpsilonLogitsWarper,
-    known.EtaLogitsWarper,
-    known.MinPLogitsWarper,
-    known.TemperatureLogitsWarper,
-    known.TopKLogitsWarper,
-    known.TopPLogitsWarper,
+    *(known.EpsilonLogitsWarper, known.EtaLogitsWarper, known.MinPLogitsWarper),
+    *(known.TemperatureLogitsWarper, known.TopKLogitsWarper, known.TopPLogitsWarper),
     known.TypicalLogitsWarper,
 )
 

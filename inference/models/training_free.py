@@ -38,13 +38,8 @@ if TYPE_CHECKING:  # heavy to import
     from typing_extensions import Unpack
 
 DRAFTERS = (
-    "auto",
-    "suffix",
-    "recycling",
-    "lookahead",
-    "lookahead+suffix",
-    "early_exit",
-    "early_exit+suffix",
+    *("auto", "suffix", "recycling", "lookahead", "lookahead+suffix"),
+    *("early_exit", "early_exit+suffix"),
 )
 OWN_MODULES = ("mtp", "mtp+suffix")  # of targets whose checkpoints bring what drafts
 # What drafts for targets that verify chains alone.

@@ -26,17 +26,8 @@ _SMALL = frozenset(
         *("eq", "ne", "lt", "le", "gt", "ge", "__and__", "__or__", "bitwise_and", "bitwise_or"),
         *("bitwise_not", "logical_and", "logical_or", "logical_not", "isnan", "nan_to_num"),
         *("where", "masked_fill", "cat", "stack", "clone", "to", "_to_copy", "roll", "repeat"),
-        *(
-            "gather",
-            "index",
-            "index_select",
-            "embedding",
-            "scatter",
-            "index_copy",
-            "argsort",
-            "pad",
-        ),
-        *("searchsorted", "arange", "zeros", "ones", "full", "zeros_like", "ones_like"),
+        *("gather", "index", "index_select", "embedding", "scatter", "index_copy", "argsort"),
+        *("pad", "searchsorted", "arange", "zeros", "ones", "full", "zeros_like", "ones_like"),
         *("full_like", "new_zeros", "new_full", "eye", "tril", "triu", "addcmul"),
     )
 )
