@@ -20,11 +20,9 @@ _STAGING = re.compile(r"\.[0-9a-f]{16}\.part")  # no name that a user would give
 
 @contextmanager
 def staging(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """A hidden folder in `folder` to write files in, from where `move_in` takes them.
-
-    It is gone when the block ends; and when it begins, so is what killed processes left of theirs.
-    OSError where the folder is missing or cannot be written; a full disk is told by its name.
-    """
+    """A hidden folder in `folder` to write files in, from where `move_in` takes them. It is gone
+    when the block ends; and when it begins, so is what killed processes left of theirs. OSError
+    where the folder is missing or cannot be written; a full disk is told by its name."""
     remove_leftovers(folder)
     made, lock = _staging_folder(Path(folder))
     try:

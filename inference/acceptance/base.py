@@ -98,11 +98,9 @@ Settings = Mapping[str, tuple[float, float]]  # of a rule: the default, and the 
 
 
 class AcceptanceRule(Protocol):
-    """Walks the tree of every row with the target's logits.
-
-    Commits each accepted token and one bonus token to its row, and returns the accepted nodes, node
-    0 first; none for a row that is done. A rule never sees a drafter.
-    """
+    """Walks the tree of every row with the target's logits. Commits each accepted token and one
+    bonus token to its row, and returns the accepted nodes, node 0 first; none for a row that is
+    done. A rule never sees a drafter."""
 
     lossless: bool
 
@@ -139,11 +137,9 @@ class RowProcessors:
 
 
 def row_processors(processors: LogitsProcessorList, batch_size: int) -> list[RowProcessors]:
-    """For each row of a batch.
-
-    A processor with a method `of_row(row)` says itself what stands for it in a row, and is then
-    shown that row alone. Raises ValueError: a processor that may keep a state, and cannot be copied
-    for each row."""
+    """For each row of a batch. A processor with a method `of_row(row)` says itself what stands for
+    it in a row, and is then shown that row alone. Raises ValueError: a processor that may keep a
+    state, and cannot be copied for each row."""
     steps = []  # a processor for each row of the batch
     for processor in processors:
         if batch_size == 1 or look_at_one_row(LogitsProcessorList([processor])):

@@ -95,9 +95,7 @@ class RelaxedRule(ABC):
 class TypicalAcceptance(RelaxedRule):
     """LOSSY. A token is acceptable if p(token) > min(epsilon, delta * exp(-H)), H being the entropy
     of the target's distribution there: the less certain the target, the more is let through.
-
-    Source: Cai et al. 2024, "Medusa", arXiv:2401.10774, section 2.3.1; Hewitt et al. 2022.
-    """
+    Source: Cai et al. 2024, "Medusa", arXiv:2401.10774, section 2.3.1; Hewitt et al. 2022."""
 
     settings: ClassVar[Settings] = {"epsilon": (0.09, 1), "delta": (0.3, math.inf)}
 
@@ -108,10 +106,8 @@ class TypicalAcceptance(RelaxedRule):
 
 class ThresholdAcceptance(RelaxedRule):
     """LOSSY. A token is acceptable if p(token) >= threshold * q(token), q the draft's probability.
-
     Source: the lenience of Leviathan et al. 2022, arXiv:2211.17192, appendix A.5, taken
-    deterministically.
-    """
+    deterministically."""
 
     settings: ClassVar[Settings] = {"threshold": (0.5, math.inf)}
 

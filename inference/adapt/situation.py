@@ -193,11 +193,9 @@ class Draft(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A source that was asked, and what was known before and behind.
-
-    What it gained is what the text comes to say of both: each draft promises too much in its own
-    way, so that the difference of two promises says little.
-    """
+    """A source that was asked, and what was known before and behind. What it gained is what the
+    text comes to say of both: each draft promises too much in its own way, so that the difference
+    of two promises says little."""
 
     gains: Bandit
     before: Draft

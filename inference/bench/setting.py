@@ -25,10 +25,8 @@ from medusa_heads.settings import above_zero, at_least
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured: `"greedy"` or `"sampled"`, a dtype, and the methods compared in it.
-
-    Plain decoding, which all output is compared with, is measured whether it is named or not.
-    """
+    """What is measured: `"greedy"` or `"sampled"`, a dtype, and the methods compared in it. Plain
+    decoding, which all output is compared with, is measured whether it is named or not."""
 
     name: str
     dtype: str
@@ -36,12 +34,9 @@ class Setting:
 
 
 def default_settings(dtypes: Sequence[str] = ("float32",)) -> list[Setting]:
-    """Greedy and sampled in each dtype.
-
-    In fp32, where rounding cannot tip a choice, the output of the heads must be plain decoding's
-    (sampled, by its random stream): behind another dtype there the proof counts, and prompt lookup
-    is not timed once more.
-    """
+    """Greedy and sampled in each dtype. In fp32, where rounding cannot tip a choice, the output of
+    the heads must be plain decoding's (sampled, by its random stream): behind another dtype there
+    the proof counts, and prompt lookup is not timed once more."""
     found, dtypes = [], list(dict.fromkeys(dtypes))
     for dtype in dtypes:
         for name, same in (("greedy", HEADS), ("sampled", HEADS + STREAM)):

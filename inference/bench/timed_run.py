@@ -147,11 +147,9 @@ def summarise(
     runs: Sequence[TimedRun], reference: Sequence[TimedRun], plain: Sequence[TimedRun] | None = None
 ) -> dict[str, Any]:
     """What a report says of a method, from its runs of all batches. Those of `reference` count as
-    1.0, and its text is compared with that of `plain`, or else of the reference.
-
-    A text that ends sooner takes less time, so batches are compared by their rates; where the
-    outputs are equally long that is the ratio of their times.
-    """
+    1.0, and its text is compared with that of `plain`, or else of the reference. A text that ends
+    sooner takes less time, so batches are compared by their rates; where the outputs are equally
+    long that is the ratio of their times."""
     rates = [run.tokens_per_second for run in runs]
     ratios = [rate / other.tokens_per_second for rate, other in zip(rates, reference, strict=True)]
     same = [

@@ -129,11 +129,9 @@ def behind_texts(
     written_BP: Tensor | None,
 ) -> TreeMask:
     """What F new tokens see that stand in the slots behind the longest text and behind P - F that
-    were written there before, whose positions are `written_BP`.
-
-    They see their own text, whose token at position p lies in slot p + offset, up to its length;
-    and of the P tokens behind the texts, their own last, what `sees_BFP` says.
-    """
+    were written there before, whose positions are `written_BP`. They see their own text, whose
+    token at position p lies in slot p + offset, up to its length; and of the P tokens behind the
+    texts, their own last, what `sees_BFP` says."""
     new, past = sees_BFP.shape[1], max(lengths)
     slots_S = torch.arange(past, device=offsets_B1.device)
     ends_B1 = torch.tensor(lengths, device=offsets_B1.device)[:, None]
@@ -166,9 +164,7 @@ class Memory:
 
     def follow(self, rows: Sequence[Text]) -> list[int] | None:
         """Keep these rows, in this order; returns their places so far, None where nothing changes.
-
-        A row that has joined takes another's place, at which it knows nothing: its length is 0.
-        """
+        A row that has joined takes another's place, at which it knows nothing: its length is 0."""
         if list(rows) == self.rows:
             return None
         known = {row: i for i, row in enumerate(self.rows)}

@@ -68,11 +68,9 @@ class MtpDrafts:
 
 
 class MtpText(Memory):
-    """What the modules have read of one batch of texts.
-
-    Row b's positions lie in slots [0, length_b) of the modules' cache, without padding: `lengths`
-    count the target's hidden states that were read.
-    """
+    """What the modules have read of one batch of texts. Row b's positions lie in slots [0,
+    length_b) of the modules' cache, without padding: `lengths` count the target's hidden states
+    that were read."""
 
     def __init__(self, drafts: MtpDrafts, rows: Sequence[Row]) -> None:
         super().__init__(rows)

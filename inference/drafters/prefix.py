@@ -48,11 +48,9 @@ def _memory(kind: Callable[..., Any], heads: DraftHeads, state: DecodingState) -
 
 
 class PrefixMemory(Memory):
-    """Keys and values of the prefix layer over the committed text of every row.
-
-    A row's positions lie at the left of its slots, without holes; what stands to the right of its
-    length, here counted without padding, is never seen and will be written over.
-    """
+    """Keys and values of the prefix layer over the committed text of every row. A row's positions
+    lie at the left of its slots, without holes; what stands to the right of its length, here
+    counted without padding, is never seen and will be written over."""
 
     def __init__(self, heads: DraftHeads, rows: Sequence[Row]) -> None:
         super().__init__(rows)
@@ -141,11 +139,8 @@ class PrefixMemoryOnDevice(MemoryOnDevice):
 
 class Eagle3Text(Memory):
     """The layer's keys and values of the committed text, and behind them those of the drafts of one
-    step, which the next step writes over.
-
-    Row b's positions lie in slots [0, length_b), without padding: `lengths` count the target's
-    hidden states that were read.
-    """
+    step, which the next step writes over. Row b's positions lie in slots [0, length_b), without
+    padding: `lengths` count the target's hidden states that were read."""
 
     def __init__(self, heads: Eagle3Heads, rows: Sequence[Row]) -> None:
         super().__init__(rows)

@@ -34,11 +34,9 @@ _PRIOR = 0.6  # what a successor's probability elsewhere is worth here
 
 
 class RecyclingSource(Source):
-    """The successors that each token had when the target last read it.
-
-    Every verified node, accepted or not, says what the target takes to follow its token: the matrix
-    of successors costs no forward of its own, and is carried from text to text.
-    """
+    """The successors that each token had when the target last read it. Every verified node,
+    accepted or not, says what the target takes to follow its token: the matrix of successors costs
+    no forward of its own, and is carried from text to text."""
 
     name = "recycling"
     observes = True

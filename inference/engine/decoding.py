@@ -57,11 +57,9 @@ def decode(
     exchange: Exchange | None = None,
     **prepared: Any,
 ) -> GenerateDecoderOnlyOutput | Tensor:
-    """Decode the way transformers' own `_sample` does, several tokens a forward.
-
-    Takes what `generate()` prepares for a decoding method and the other options of `Beginning`, and
-    returns what it would. Raises ValueError: an option that tree decoding cannot honour, by name.
-    """
+    """Decode the way transformers' own `_sample` does, several tokens a forward. Takes what
+    `generate()` prepares for a decoding method and the other options of `Beginning`, and returns
+    what it would. Raises ValueError: an option that tree decoding cannot honour, by name."""
     stats = GenerationStats() if stats is None else stats
     started = time.perf_counter()
     beginning = Beginning(

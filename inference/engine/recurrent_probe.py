@@ -22,12 +22,10 @@ from medusa_heads.trees.tree import TokenTree, chain_shape
 
 
 class RecurrentProber(Prober):
-    """Verifies small chains from a state that is put back after each of them.
-
-    Two chains that follow one another are read a token at a time, as generate() reads them; then
-    the second one behind the first, as where all of that was accepted; and both in one forward, as
-    where the first one is read again. Raises UnsupportedArchitecture: the target keeps its state
-    elsewhere."""
+    """Verifies small chains from a state that is put back after each of them. Two chains that
+    follow one another are read a token at a time, as generate() reads them; then the second one
+    behind the first, as where all of that was accepted; and both in one forward, as where the first
+    one is read again. Raises UnsupportedArchitecture: the target keeps its state elsewhere."""
 
     _state: RecurrentState
 

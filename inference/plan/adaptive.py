@@ -239,12 +239,10 @@ def heads_drafter(
 def _own_source(
     target: TargetModel, heads: DraftHeads, statistics: HeadStatistics, deterministic: bool
 ) -> tuple[Source, Clock]:
-    """What the heads offer beside the text, and the seconds of steps and of asking them.
-
-    Heads that see each other draft a tree level by level: one of a size that may pay here, of the
-    paths that are likeliest at this very step. Where only a correction does, more nodes cost next
-    to nothing: they fill one shape, and the likeliest are verified.
-    """
+    """What the heads offer beside the text, and the seconds of steps and of asking them. Heads that
+    see each other draft a tree level by level: one of a size that may pay here, of the paths that
+    are likeliest at this very step. Where only a correction does, more nodes cost next to nothing:
+    they fill one shape, and the likeliest are verified."""
     clock, tree = Clock.flat(), "static:1"
     if heads.sequential:
         clock = clock if deterministic else target_clock(target)

@@ -23,10 +23,8 @@ _NODES_A_PATH = 6  # of a tree, for each path that is read at a time
 
 
 class DraftPlan(NamedTuple):
-    """What to draft, whichever draft model does it: in words, and as options of its drafter.
-
-    Where it is adaptive, what is drafted depends on what it costs.
-    """
+    """What to draft, whichever draft model does it: in words, and as options of its drafter. Where
+    it is adaptive, what is drafted depends on what it costs."""
 
     tree: str
     options: Mapping[str, Any]

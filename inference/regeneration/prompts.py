@@ -54,11 +54,9 @@ class Prompt:
         return int.from_bytes(digest.digest(), "little")
 
     def draws(self, seed: int, count: int) -> NDArray[np.float32]:
-        """The numbers in [0, 1) that its answer is drawn with, one a token.
-
-        They have 24 bits, so that fp32 holds them exactly. Philox counts instead of remembering
-        (Salmon et al. 2011), and numpy promises its raw stream.
-        """
+        """The numbers in [0, 1) that its answer is drawn with, one a token. They have 24 bits, so
+        that fp32 holds them exactly. Philox counts instead of remembering (Salmon et al. 2011), and
+        numpy promises its raw stream."""
         raw = np.random.Philox(key=self.number(seed)).random_raw(count)
         return ((raw >> np.uint64(40)) / np.float64(1 << 24)).astype(np.float32)
 
@@ -96,10 +94,8 @@ class RowDraws(LogitsProcessor):
 
 def draw(scores_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """One token a row from softmax(scores): the first whose cumulated probability passes the row's
-    number in [0, 1). A token without probability is never the first.
-
-    Cheaper than torch.multinomial, which makes a random number for every entry of the vocabulary.
-    """
+    number in [0, 1). A token without probability is never the first. Cheaper than
+    torch.multinomial, which makes a random number for every entry of the vocabulary."""
     cumulated_BV = torch.softmax(scores_BV, dim=-1).cumsum(dim=-1, dtype=torch.float64)
     wanted_B = uniform_B.to(torch.float64) * cumulated_BV[:, -1]
     return torch.searchsorted(cumulated_BV, wanted_B[:, None], right=True)[:, 0]

@@ -12,11 +12,9 @@ SHOWN = 200  # characters of a server's own words
 
 
 def spelling(tokenizer: Any, prompt: Prompt, text: str) -> list[int] | None:
-    """The tokens of an answer, None where they would not spell it.
-
-    Tokenised behind the prompt, where tokenizers put no space of their own before the first
-    word; alone only where prompt and answer would melt into one token.
-    """
+    """The tokens of an answer, None where they would not spell it. Tokenised behind the prompt,
+    where tokenizers put no space of their own before the first word; alone only where prompt and
+    answer would melt into one token."""
     decode = partial(
         tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
     )

@@ -75,12 +75,10 @@ def simulate_chain(
 ) -> SimulatedChain:
     """Decode prompts of token ids greedily one by one, up to one of the end tokens, and count what
     a chain of drafts (by default of all heads) would have saved. Counts can be compared exactly in
-    fp32. Raises ValueError: heads that do not draft such chains, or an empty prompt.
-
-    An engine samples the first new token from the prompt, and drafts from then on. vLLM verifies
-    whole chains: the last one counts in full, even where the text ends within it. llama.cpp drafts
-    no token that `max_new_tokens` leaves no room for (`past_end=False`), and the last one never.
-    """
+    fp32. Raises ValueError: heads that do not draft such chains, or an empty prompt. An engine
+    samples the first new token from the prompt, and drafts from then on. vLLM verifies whole
+    chains: the last one counts in full, even where the text ends within it. llama.cpp drafts no
+    token that `max_new_tokens` leaves no room for (`past_end=False`), and the last one never."""
     draft_tokens = heads.config.num_heads if draft_tokens is None else draft_tokens
     target = target.with_features(heads.config.features)
     if isinstance(heads, BlockHeads):

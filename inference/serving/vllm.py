@@ -36,13 +36,11 @@ _log = logging.getLogger(__name__)
 
 
 class MedusaProposer:
-    """What vLLM makes in every process that samples, by `method="custom_class"`.
-
-    Residual blocks lie in every process. A vocabulary matrix that the heads share is the target's
-    own, read through its `compute_logits`; matrices of their own are spread over the processes of
-    tensor parallelism by rows, and their best tokens compared. Raises ValueError: no checkpoint,
-    one whose heads vLLM cannot draft with, or another target's.
-    """
+    """What vLLM makes in every process that samples, by `method="custom_class"`. Residual blocks
+    lie in every process. A vocabulary matrix that the heads share is the target's own, read through
+    its `compute_logits`; matrices of their own are spread over the processes of tensor parallelism
+    by rows, and their best tokens compared. Raises ValueError: no checkpoint, one whose heads vLLM
+    cannot draft with, or another target's."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         assert vllm_config.speculative_config is not None
@@ -224,11 +222,9 @@ def _folder(vllm_config: VllmConfig) -> str:
 def last_rows(
     sampled_token_ids: Sequence[Sequence[int]], num_drafted_R: Sequence[int] | None
 ) -> list[int]:
-    """Where, among all sampled positions, each request's last token was chosen.
-
-    A request with n drafted tokens has n + 1 positions, and its last token comes from the first
-    that disagreed with its draft, or from the bonus position.
-    """
+    """Where, among all sampled positions, each request's last token was chosen. A request with n
+    drafted tokens has n + 1 positions, and its last token comes from the first that disagreed with
+    its draft, or from the bonus position."""
     if num_drafted_R is None:
         return list(range(len(sampled_token_ids)))
     rows, start = [], 0

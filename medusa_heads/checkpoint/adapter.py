@@ -228,10 +228,8 @@ def quiet_peft() -> Iterator[None]:
 
 
 def adapter_digest(model: nn.Module) -> str | None:
-    """sha256 of what the active LoRA adapters in `model` add to it; None where there is none.
-
-    Taken of bf16-rounded matrices, so that it does not depend on the dtype they are loaded in.
-    """
+    """sha256 of what the active LoRA adapters in `model` add to it; None where there is none. Taken
+    of bf16-rounded matrices, so that it does not depend on the dtype they are loaded in."""
     digest = hashlib.sha256()
     untouched = digest.digest()
     for name, tensor, scaling in _active_matrices(model):

@@ -100,11 +100,9 @@ def to_sidecar(stored: StoredHeads, weights_sha256: str) -> dict[str, Any]:
 
 
 def foreign_config(stored: StoredHeads, base_model: str | None) -> dict[str, Any]:
-    """What other projects' loaders read; keys of Medusa's only where they could hold the heads.
-
-    No `architectures` (TGI would take the folder for a whole model) and no other key with "num" and
-    "heads" or "layers" in it (vLLM would read it in place of Medusa's).
-    """
+    """What other projects' loaders read; keys of Medusa's only where they could hold the heads. No
+    `architectures` (TGI would take the folder for a whole model) and no other key with "num" and
+    "heads" or "layers" in it (vLLM would read it in place of Medusa's)."""
     config, shared = stored.config, stored.config.vocab_matrix == "shared"
     foreign: dict[str, Any] = {
         "base_model_name_or_path": base_model,

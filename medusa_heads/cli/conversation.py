@@ -54,10 +54,8 @@ class Conversation:
         return bool(self._tokenizer.chat_template)
 
     def ask(self, text: str, streamer: StepStreamer, options: Mapping[str, Any]) -> bool:
-        """Say something and stream the answer; whether the answer came to its end.
-
-        Ctrl-C ends the answer: what was said until then stays in the conversation.
-        """
+        """Say something and stream the answer; whether the answer came to its end. Ctrl-C ends the
+        answer: what was said until then stays in the conversation."""
         messages = [*self.messages, {"role": "user", "content": text}]
         ids = self._render(messages, text)
         options = {**options, "max_new_tokens": self._room(len(ids), options["max_new_tokens"])}

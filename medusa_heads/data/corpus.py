@@ -44,10 +44,8 @@ def standard_library(split: Literal["train", "held_out"]) -> Dataset:
 
 def library_files(split: Literal["train", "held_out"]) -> list[dict[str, str]]:
     """The standard library's sources in the order of their paths, `"held_out"` those of the
-    packages of `HELD_OUT`: rows with `path` (relative, with forward slashes) and `text`.
-
-    Raises ValueError at an unknown split, or an interpreter that ships without its sources.
-    """
+    packages of `HELD_OUT`: rows with `path` (relative, with forward slashes) and `text`. Raises
+    ValueError at an unknown split, or an interpreter that ships without its sources."""
     if split not in ("train", "held_out"):
         raise ValueError(f"unknown split {split!r}: expected 'train' or 'held_out'")
     root = Path(sysconfig.get_path("stdlib"))
@@ -105,11 +103,9 @@ def draw_windows(
 ) -> list[tuple[int, list[int]]]:
     """Draw prompts of equal length from texts, as (which text, token ids): different places, none
     across two of them. Raises ValueError: there is no text, or not that many windows of that
-    length.
-
-    A window starts at the start of a line; only where there are too few lines does it start at a
-    word. Long texts give more windows than short ones. The same arguments give the same windows.
-    Special tokens at the start (such as BOS) count towards the length."""
+    length. A window starts at the start of a line; only where there are too few lines does it start
+    at a word. Long texts give more windows than short ones. The same arguments give the same
+    windows. Special tokens at the start (such as BOS) count towards the length."""
     if num_prompts < 1 or prompt_length < 1:
         raise ValueError(
             f"expected at least 1 prompt of at least 1 token, got {num_prompts} of {prompt_length}"

@@ -28,11 +28,9 @@ _SAMPLED = 16384  # tokens from which the directions are found
 
 
 class VocabularyPreview:
-    """Logits that are exact for the likeliest tokens, and near for all others.
-
-    Of the demo's heads' 8 best tokens of 4,096, an eighth of the width finds 99.6 %, and of their
-    best ones 99.9 %. The directions, see below, are orthonormal.
-    """
+    """Logits that are exact for the likeliest tokens, and near for all others. Of the demo's heads'
+    8 best tokens of 4,096, an eighth of the width finds 99.6 %, and of their best ones 99.9 %. The
+    directions, see below, are orthonormal."""
 
     def __init__(self, weight_VD: Tensor, bias_V: Tensor | None, directions_DW: Tensor) -> None:
         self._weight_VD, self._bias_V = weight_VD, bias_V

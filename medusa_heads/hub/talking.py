@@ -38,10 +38,8 @@ class _LeadsElsewhere(ValueError):
 def in_one_sentence(
     repo_id: str, revision: str | None = None, token: str | bool | None = None
 ) -> Iterator[None]:
-    """Around calls of huggingface_hub: its errors become ValueErrors of one sentence.
-
-    They are raised without their cause, whose text is a server's and could hold anything.
-    """
+    """Around calls of huggingface_hub: its errors become ValueErrors of one sentence. They are
+    raised without their cause, whose text is a server's and could hold anything."""
     from huggingface_hub import constants, get_session, get_token
     from huggingface_hub.errors import HTTPError  # of whichever HTTP library the client is built on
 

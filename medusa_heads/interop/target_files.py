@@ -50,11 +50,9 @@ class TargetVocabulary:
 def read_target(
     name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> TargetVocabulary:
-    """Read the lm_head of a causal LM in a folder or a repository of the hub.
-
-    Where the files name it unlike the model's own modules, the model is loaded after all. Raises
-    ValueError: there is no causal LM, or its lm_head is quantised.
-    """
+    """Read the lm_head of a causal LM in a folder or a repository of the hub. Where the files name
+    it unlike the model's own modules, the model is loaded after all. Raises ValueError: there is no
+    causal LM, or its lm_head is quantised."""
     path = expanded(name_or_path)
     if path.is_file():
         raise ValueError(

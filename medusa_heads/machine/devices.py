@@ -84,10 +84,8 @@ def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def low_precision(device: torch.device, *, training: bool = False) -> torch.dtype | None:
-    """bfloat16, or else float16; None for a device that computes in neither.
-
-    Training takes no float16, whose gradients would have to be scaled, nor autocast on mps.
-    """
+    """bfloat16, or else float16; None for a device that computes in neither. Training takes no
+    float16, whose gradients would have to be scaled, nor autocast on mps."""
     if training and device.type == "mps":
         return None
     known = (torch.bfloat16,) if training else (torch.bfloat16, torch.float16)
@@ -170,13 +168,11 @@ def captured(
 
 @contextmanager
 def _own_workspaces() -> Iterator[None]:
-    """Within the block, products are made in no memory that was taken before.
-
-    torch keeps what cuBLAS works in for each stream, of which there are 32, and a graph remembers
-    where that lies. From torch 2.12 on it is let go of with any graph that was captured by such a
-    stream, and it may be of the pool of a graph that is gone: others would write to what is by then
-    somebody else's. So each capture takes it anew, from its own pool, and keeps it there.
-    """
+    """Within the block, products are made in no memory that was taken before. torch keeps what
+    cuBLAS works in for each stream, of which there are 32, and a graph remembers where that lies.
+    From torch 2.12 on it is let go of with any graph that was captured by such a stream, and it may
+    be of the pool of a graph that is gone: others would write to what is by then somebody else's.
+    So each capture takes it anew, from its own pool, and keeps it there."""
     clear: Any = torch._C._cuda_clearCublasWorkspaces
     clear()
     try:

@@ -102,10 +102,8 @@ _known: dict[str, Seconds] = {}
 def product_seconds(use: Use, device: torch.device, dtypes: Sequence[str], shape: Shape) -> Seconds:
     """Seconds of a pass by dtype and threads, kept where they were measured before; INT8 are
     products of rounded inputs with rounded weights, for drafts, and PACKED or TURNED in front of a
-    dtype those of packed weights, or of weights by columns.
-
-    What was measured beside other programs serves this process alone: they may be gone later.
-    """
+    dtype those of packed weights, or of weights by columns. What was measured beside other programs
+    serves this process alone: they may be gone later."""
     # Other kernels take the threads that everything else takes.
     others = any(dtype.startswith((INT8, PACKED, TURNED)) for dtype in dtypes)
     threads = [torch.get_num_threads()] if others else thread_counts(device)
@@ -186,10 +184,8 @@ def measure(
     use: Use, device: torch.device, dtypes: Sequence[str], threads: Sequence[int], shape: Shape
 ) -> tuple[Seconds, bool]:
     """Interleaved, of each the least: whatever else runs here only ever adds to a time; and whether
-    nothing else that ran can have mattered.
-
-    What takes long and is far behind the fastest is left with what it took in the rounds before.
-    """
+    nothing else that ran can have mattered. What takes long and is far behind the fastest is left
+    with what it took in the rounds before."""
     contention = Contention()
     passes = {dtype: _pass(use, device, dtype, shape) for dtype in dtypes}
     running = [(dtype, count) for dtype in dtypes for count in threads]

@@ -110,10 +110,8 @@ class RowLayer(DynamicLayer):
 
 class IndexedRowLayer(RowLayer):
     """One layer's keys and values, and the index keys by which its attention chooses which of them
-    it reads: rows as well, kept, moved and dropped with them.
-
-    Shapes: T new tokens, P numberings of positions.
-    """
+    it reads: rows as well, kept, moved and dropped with them. Shapes: T new tokens, P numberings of
+    positions."""
 
     def __init__(self, stacks: Stacks) -> None:
         super().__init__(stacks)
@@ -256,10 +254,8 @@ class RowCache(Cache):
 
     def keep_paths(self, paths: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[int]:
         """Of the nodes of a tree, written for all rows behind the longest one, keep a path of each
-        row, which may be none, moved to that row's own end.
-
-        Takes the slots in use before the tree, by row, and returns those afterwards.
-        """
+        row, which may be none, moved to that row's own end. Takes the slots in use before the tree,
+        by row, and returns those afterwards."""
         written_at = max(lengths)
         longest = max(len(path) for path in paths)
         source, destination = [], []

@@ -258,12 +258,9 @@ def find_tokenizer(
 
 @contextmanager
 def asking_hub(name: str, *, never: bool = False) -> Iterator[dict[str, Any]]:
-    """Around a `from_pretrained` of transformers, with options for it.
-
-    The hub's client tries each file five times, for half a minute, and reports every attempt. A
-    hub that cannot be reached, or `never` is to be, is not asked at all; what was downloaded
-    earlier is still found.
-    """
+    """Around a `from_pretrained` of transformers, with options for it. The hub's client tries each
+    file five times, for half a minute, and reports every attempt. A hub that cannot be reached, or
+    `never` is to be, is not asked at all; what was downloaded earlier is still found."""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -210,11 +210,9 @@ def likeliest(tree: TokenTree, nodes: int) -> tuple[TokenTree, Tensor]:
 
 
 def accepted_by_size(tree: TokenTree, true_BK: Tensor, sizes: Sequence[int]) -> list[int]:
-    """How many drafted nodes of best-first trees of each size would have been accepted.
-
-    The likeliest n nodes of a larger tree are the tree of n nodes, so one proposal answers for all
-    sizes. `true_BK` are the tokens that did follow the root; all rows are counted together.
-    """
+    """How many drafted nodes of best-first trees of each size would have been accepted. The
+    likeliest n nodes of a larger tree are the tree of n nodes, so one proposal answers for all
+    sizes. `true_BK` are the tokens that did follow the root; all rows are counted together."""
     right_BN = tree.tokens_BN == true_BK.gather(1, (tree.depth_BN - 1).clamp_min(0))
     right_BN[:, 0] = True
     kept_BN = ~(~right_BN[:, None] & tree.ancestors_BNN).any(-1)

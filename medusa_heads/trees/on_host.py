@@ -24,11 +24,9 @@ _Array = np.ndarray[Any, Any]
 def best_first_on_host(
     roots_B: Tensor, guess: Guess, num_drafted: int, num_levels: int, width: int | None = None
 ) -> TokenTree:
-    """The tree that `best_first_tree` makes, of tensors on a CPU.
-
-    Paths that can be in no tree any more are not asked to go on, and a level without any other is
-    the last. Shapes are not fixed, and no compiler sees what is done.
-    """
+    """The tree that `best_first_tree` makes, of tensors on a CPU. Paths that can be in no tree any
+    more are not asked to go on, and a level without any other is the last. Shapes are not fixed,
+    and no compiler sees what is done."""
     batch, root_B1 = len(roots_B), roots_B[:, None]
     rows_B1 = np.arange(batch)[:, None]
     scores_BF = np.zeros((batch, 1), dtype=np.float32)

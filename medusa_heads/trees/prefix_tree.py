@@ -78,12 +78,10 @@ class PrefixTree:
 def to_token_tree(
     trees: Sequence[PrefixTree], device: torch.device, drafted: int | None = None, at_least: int = 1
 ) -> TokenTree:
-    """The trees of a batch as tensors, all of one size.
-
-    A row with fewer nodes repeats its last one: the walk finds the first of the two. A row without
-    drafts repeats its root, which is nobody's child and so is never walked to. Of each tree only
-    the first `drafted` nodes besides the root are taken; the result has `at_least` so many nodes.
-    """
+    """The trees of a batch as tensors, all of one size. A row with fewer nodes repeats its last
+    one: the walk finds the first of the two. A row without drafts repeats its root, which is
+    nobody's child and so is never walked to. Of each tree only the first `drafted` nodes besides
+    the root are taken; the result has `at_least` so many nodes."""
     longest = max(map(len, trees))
     if drafted is not None:
         longest = min(longest, drafted + 1)

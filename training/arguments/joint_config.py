@@ -14,13 +14,11 @@ ALL_LINEAR = "all-linear"
 @dataclass(frozen=True)
 class JointConfig:
     """Joint training of heads and a LoRA adapter in the target (Medusa-2, Cai et al. 2024,
-    arXiv:2401.10774, section 2.2.2, whose values are the defaults).
-
-    The loss is `lm_weight * CE + kl_weight * KL(before || now) + heads_weight * heads' loss`: CE of
-    the target's own next token, and how far its distribution has moved from that without the
-    adapter (equation 3 there, in which either the one or the other preserves the target).
-    ValueError: a value is out of its range, or nothing in the loss preserves the target.
-    """
+    arXiv:2401.10774, section 2.2.2, whose values are the defaults). The loss is `lm_weight * CE +
+    kl_weight * KL(before || now) + heads_weight * heads' loss`: CE of the target's own next token,
+    and how far its distribution has moved from that without the adapter (equation 3 there, in which
+    either the one or the other preserves the target). ValueError: a value is out of its range, or
+    nothing in the loss preserves the target."""
 
     lora_r: int = flag(32, "Rank of the adapter.")
     lora_alpha: float = flag(16.0, "Scale: the adapter's output counts lora_alpha / lora_r.")

@@ -36,13 +36,10 @@ _PROBE_LENGTHS = ((7, 12, 4), (11, 3, 9))
 
 def best_fit(lengths: Any, size: int) -> pa.ListArray:
     """Put items of at least 1 into bins of `size`, the longest first, each where the least room is
-    left over; the items of each bin, by their indices.
-
-    An item longer than `size` gets a bin of its own. Bins stand in the order of their first items,
-    and items, by their indices, in theirs. Best-fit decreasing needs at most 11/9 of the fewest
-    bins possible, and 1 more (Johnson et al. 1974, "Worst-case performance bounds for simple
-    one-dimensional packing algorithms").
-    """
+    left over; the items of each bin, by their indices. An item longer than `size` gets a bin of its
+    own. Bins stand in the order of their first items, and items, by their indices, in theirs.
+    Best-fit decreasing needs at most 11/9 of the fewest bins possible, and 1 more (Johnson et al.
+    1974, "Worst-case performance bounds for simple one-dimensional packing algorithms")."""
     lengths = np.minimum(np.asarray(lengths, np.int32), size)
     # In the least width, in which numpy sorts by counting.
     order = np.argsort((size - lengths).astype(np.min_scalar_type(size)), kind="stable")

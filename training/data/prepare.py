@@ -245,10 +245,8 @@ def _draw(rows: Dataset, most: int, seed: int) -> Dataset:
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """A batch padded on the right: input_ids_BT, labels_BT, and attention_mask_BT (0 is padding).
-
     Packed rows have position_ids_BT in place of the mask, which would let documents see each other.
-    There, padding is a document of its own, behind the others.
-    """
+    There, padding is a document of its own, behind the others."""
 
     def padded(name: str, fill: int) -> Tensor:
         parts = [torch.as_tensor(row[name], dtype=torch.long) for row in rows]

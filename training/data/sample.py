@@ -21,11 +21,9 @@ _BEFORE = 100
 def show_sample(
     rows: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase | None, console: Console
 ) -> None:
-    """Print the first row: context dim, supervised text green, a bar between packed documents.
-
-    A long row is shown from a little before its first supervised token on. Without a tokenizer its
-    token ids are shown.
-    """
+    """Print the first row: context dim, supervised text green, a bar between packed documents. A
+    long row is shown from a little before its first supervised token on. Without a tokenizer its
+    token ids are shown."""
     row: Mapping[str, Any] = next(iter(rows))
     ids, labels = list(row["input_ids"]), list(row["labels"])
     positions = list(row.get("position_ids", range(len(ids))))

@@ -89,11 +89,9 @@ def hold_out(
     rows: Dataset, share: float | None, seed: int, count: int | None = None
 ) -> tuple[Dataset, Dataset]:
     """Split into rows to train on and rows to measure on, by document: a share, or a count of them,
-    or by default EVAL_SHARE, and at most EVAL_ROWS. Equal documents are on the same side.
-
-    Without a column `document`, or where all rows are of one, each row is a document. Raises
-    ValueError where there is only one row, or no more documents than are to be held out.
-    """
+    or by default EVAL_SHARE, and at most EVAL_ROWS. Equal documents are on the same side. Without a
+    column `document`, or where all rows are of one, each row is a document. Raises ValueError where
+    there is only one row, or no more documents than are to be held out."""
     documents = np.arange(len(rows))
     if DOCUMENT_COLUMN in rows.column_names:
         documents = rows.with_format("numpy")[DOCUMENT_COLUMN][:]

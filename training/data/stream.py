@@ -27,11 +27,9 @@ _PACKED_AT_ONCE = 512
 
 @dataclass
 class _Sieve:
-    """Lets rows through that can be used, and counts or refuses the others.
-
-    Called with batches of what a Tokeniser makes. Held-out rows are known by their tokens: readers
-    that share a stream have each a part of it, in which no row knows its place in the whole.
-    """
+    """Lets rows through that can be used, and counts or refuses the others. Called with batches of
+    what a Tokeniser makes. Held-out rows are known by their tokens: readers that share a stream
+    have each a part of it, in which no row knows its place in the whole."""
 
     corpus: Corpus
     held_out: frozenset[bytes] = frozenset()

@@ -57,11 +57,9 @@ class HiddenStates:
 
 
 class CachedHiddenStates(HiddenStates):
-    """Those that a cache holds, of the rows to train on first; the target never runs.
-
-    At positions that are not kept (see `KeptPositions`) hidden states read back are 0. Those of a
-    row are the ones of the batch it was computed in: in bf16 other batches round differently.
-    """
+    """Those that a cache holds, of the rows to train on first; the target never runs. At positions
+    that are not kept (see `KeptPositions`) hidden states read back are 0. Those of a row are the
+    ones of the batch it was computed in: in bf16 other batches round differently."""
 
     def __init__(self, target: TargetModel, caches: Sequence[HiddenCache]) -> None:
         super().__init__(target)

@@ -21,11 +21,9 @@ from medusa_heads.training.loss.fused import Pairs
 class SupervisedRows:
     """The positions where at least one head learns: indices of t into the flattened B * T
     positions, token t + 2 + i (-100 where head i learns nothing), and token t + 1 + i, what
-    sequential heads see (0 beyond the end of the row).
-
-    The target's own distribution of the token that head i learns at row r is what its lm_head makes
-    of the hidden state at the flat position `positions_R[r] + 1 + i`.
-    """
+    sequential heads see (0 beyond the end of the row). The target's own distribution of the token
+    that head i learns at row r is what its lm_head makes of the hidden state at the flat position
+    `positions_R[r] + 1 + i`."""
 
     positions_R: Tensor
     labels_RK: Tensor

@@ -86,12 +86,9 @@ def calibrate(
     statistics: HeadStatistics, heads: DraftHeads, hidden_states: HiddenStates, held_out: Dataset
 ) -> list[dict[str, Any]]:
     """Fit the temperatures by held-out likelihood, and measure dynamic trees with them; both are
-    written into `statistics`. Returns how honest each head is.
-
-    Only positions with a true token for every head count (without any, nothing is done). Rows are
-    drawn until they have MAX_POSITIONS, at least _ROWS of them: each gives its positions evenly,
-    and the target reads no others.
-    """
+    written into `statistics`. Returns how honest each head is. Only positions with a true token for
+    every head count (without any, nothing is done). Rows are drawn until they have MAX_POSITIONS,
+    at least _ROWS of them: each gives its positions evenly, and the target reads no others."""
     drawn = np.random.default_rng(0).permutation(len(held_out))
     drawn[:_ROWS].sort()  # a small text is read as it stands
     text = held_out.select(drawn)

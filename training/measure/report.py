@@ -47,10 +47,8 @@ def make_report(
     metrics: Mapping[str, Any],
     log: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Everything of a run that is worth telling, as plain values: of statistics, calibrated, of
-    the ranks on held-out sequences, of metrics as in `metrics.json`, and of the Trainer's
-    history.
-
+    """Everything of a run that is worth telling, as plain values: of statistics, calibrated, of the
+    ranks on held-out sequences, of metrics as in `metrics.json`, and of the Trainer's history.
     Static trees are walked over the sequences as decoding would walk them; of dynamic trees is
     known what they gain at any position. Both are given for static trees: compare like with like.
     """

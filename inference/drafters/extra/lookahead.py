@@ -233,10 +233,8 @@ class _Step(Memory):
 
 
 class _Window:
-    """One row's guesses: for each level of iteration, a token a column.
-
-    At first they are the end of the prompt, as if it came again.
-    """
+    """One row's guesses: for each level of iteration, a token a column. At first they are the end
+    of the prompt, as if it came again."""
 
     def __init__(self, row: Row, padding: int) -> None:
         end = row.ids_1T()[0, padding:].tolist()[-(COLUMNS + NGRAM) :]

@@ -196,11 +196,8 @@ class AdaptiveTree:
 
     def _sureness(self, probs_BFV: Tensor, drawn: bool) -> tuple[Tensor, Tensor]:
         """What is known of each node's first, second, .. token before it is drafted [B, F, R], and
-        the likeliest ones [B, F, R].
-
-        Of one that will be drawn, how likely the likeliest is; of one that is chosen, how likely it
-        is itself where those before it were wrong.
-        """
+        the likeliest ones [B, F, R]. Of one that will be drawn, how likely the likeliest is; of one
+        that is chosen, how likely it is itself where those before it were wrong."""
         best = probs_BFV.topk(self._ranks, dim=-1)
         if drawn:  # of fewer tokens that can be, no others are drawn
             likeliest_BFR = best.values[..., :1].expand(-1, -1, self._ranks)

@@ -119,10 +119,8 @@ class DraftedTree(Memory):
 
     def read_on(self) -> list[int]:
         """Choose which of the newest nodes to read next, if any; returns their places among those.
-
         Where all that one more level promises is worth less than its seconds, so is every level
-        behind it: what is accepted never becomes likelier.
-        """
+        behind it: what is accepted never becomes likelier."""
         newest = [node for node, path in enumerate(self.paths) if len(path) == self.levels]
         further, budget = self._experience.further, self._choice.budget
         gains = {

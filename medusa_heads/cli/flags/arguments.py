@@ -42,12 +42,10 @@ _AGAIN = 0.2  # seconds, in which a hook of the interpreter's is surely over
 def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> int:
     """Run a command and return its exit code: 0, or the number that it returns; 2 for a user's
     mistake, 130 for Ctrl-C, 143 for SIGTERM, which ends it as Ctrl-C does, 141 where nobody reads
-    on what it prints.
-
-    A ValueError, an OSError, or what a library says of a full disk or memory becomes one sentence
-    on stderr; with `MEDUSA_HEADS_TRACEBACK=1` it is raised as it is. Anything else is a fault of
-    the program and keeps its traceback. This package's own warnings are sentences, too.
-    """
+    on what it prints. A ValueError, an OSError, or what a library says of a full disk or memory
+    becomes one sentence on stderr; with `MEDUSA_HEADS_TRACEBACK=1` it is raised as it is. Anything
+    else is a fault of the program and keeps its traceback. This package's own warnings are
+    sentences, too."""
     # Waiting threads sleep instead of spinning, which on busy cores slows small models tenfold.
     # Read when torch is loaded, which commands do within.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -202,13 +200,11 @@ def parse_arguments(
     presets: Presets = MappingProxyType({}),
 ) -> tuple[Any, ...]:
     """Read one instance of each dataclass from flags and, underneath them, `--config FILE.yaml`.
-
     Flags are transformers' (`--num_heads` or `--num-heads`); a flag beats the file, the file beats
     a preset, a preset beats the default. `presets` are flags by name; each of their values stands
     for values of other flags. The flags named by `positional` may also be given first, without
     their names. What is unknown or does not fit is a ValueError, in one sentence that names the
-    nearest known flag.
-    """
+    nearest known flag."""
     parser = make_parser(types, prog, description, positional)
     given = list(sys.argv[1:] if argv is None else argv)
     for place, name in enumerate(positional):
