@@ -169,10 +169,7 @@ class TargetModel(HiddenReader):
         return positions.clamp(min=0, max=None if limit is None else limit - 1)
 
     def check_length(
-        self,
-        tokens: int,
-        what: str = "text",
-        instead: str = "ask for fewer new tokens or shorter text",
+        self, tokens: int, what: str, instead: str = "ask for fewer new tokens or shorter text"
     ) -> None:
         """Raises ValueError where so many tokens of `what` do not fit the target's context, which
         says what to do `instead`."""

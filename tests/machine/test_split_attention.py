@@ -17,7 +17,6 @@ from medusa_heads.agreement import relative_error
 from medusa_heads.errors import MedusaWarning
 from medusa_heads.machine import attention, split_attention
 from medusa_heads.machine.attention import (
-    KIND,
     Attended,
     attention_of_words,
     kernel_facts,
@@ -180,7 +179,7 @@ def test_what_was_measured_decides_and_is_kept(cache: Path) -> None:
         sizes = SIZES._replace(slots=SIZES.slots + len(list(cache.glob("*/*"))))
         facts = {"device": "cuda:0", "dtype": "torch.bfloat16", **sizes._asdict()}
         facts |= kernel_facts(gpu, split_attention)
-        Measurements().write(KIND, facts, {"usual": usual, "split": split})
+        Measurements().write(attention.KIND, facts, {"usual": usual, "split": split})
         return sizes
 
     assert split_pays(gpu, half, measured(usual=2e-5, split=1e-5))
@@ -234,7 +233,7 @@ def test_a_gpu_measures_both(dtype: torch.dtype, cache: Path) -> None:
     usual, split, layers = rivals(device, dtype, SIZES)
     assert all(0 < seconds < 1 for seconds in replayed((usual, split), layers))
     split_pays(device, dtype, SIZES)
-    assert list(cache.glob(f"{KIND}/*.json"))
+    assert list(cache.glob(f"{attention.KIND}/*.json"))
 
 
 COMPILE = """
