@@ -20,7 +20,7 @@ from medusa_heads.agreement import TOLERANCE, is_half, relative_error
 from medusa_heads.errors import MedusaWarning, first_line
 from medusa_heads.machine.choice import GAIN
 from medusa_heads.machine.devices import captured, is_capturing
-from medusa_heads.machine.kernels import operator
+from medusa_heads.machine.kernels import in_triton, operator, triton_operator
 from medusa_heads.machine.measurements import Measurements, as_seconds, measurement_folder
 
 KIND = "attention"
@@ -204,7 +204,7 @@ def rivals(
         return grouped_attention(query_BHNX, key_BGSX, value_BGSY, mask_B1MS, None)
 
     def split(key_BGSX: Tensor, value_BGSY: Tensor) -> Tensor:
-        return _split(query_BHNX, key_BGSX, value_BGSY, words_BU, None)
+        return attention_of_words(query_BHNX, key_BGSX, value_BGSY, words_BU, None)
 
     return usual, split, layers
 
@@ -249,10 +249,8 @@ def _seen(mask_B1NS: Tensor) -> Tensor:
     words [B, S + 2]. N is at most 64."""
     few = mask_B1NS.shape[1:].numel() <= _MASK_OF_ONE and mask_B1NS.element_size() <= 4
     if mask_B1NS.is_cuda and few:  # by one kernel, not a dozen
-        from medusa_heads.machine.split_attention import words_seen
-
-        with torch.cuda.device_of(mask_B1NS):
-            return words_seen(mask_B1NS)
+        words_BU: Tensor = in_triton("machine.split_attention.words_seen")(mask_B1NS)
+        return words_BU
     seen_BNS = mask_B1NS[:, 0] > torch.finfo(mask_B1NS.dtype).min / 2
     tokens, slots = seen_BNS.shape[1:]
     bits_N1 = torch.arange(tokens, device=mask_B1NS.device)[:, None]
@@ -267,14 +265,6 @@ def _seen_like(mask_B1NS: Tensor) -> Tensor:
     return mask_B1NS.new_empty(len(mask_B1NS), mask_B1NS.shape[-1] + 2, dtype=torch.long)
 
 
-def _split(*args: Any) -> Tensor:
-    # Triton comes with torch where that is built for a GPU, and takes a second to import.
-    from medusa_heads.machine.split_attention import split_attention
-
-    with torch.cuda.device_of(args[0]):  # Triton starts kernels on the current one
-        return split_attention(*args)
-
-
 def _like(query_BHNX: Tensor, _: Tensor, value_BGSY: Tensor, *others: object) -> Tensor:
     batch, heads, tokens, _width = query_BHNX.shape
     return query_BHNX.new_empty(batch, tokens, heads, value_BGSY.shape[-1])
@@ -287,9 +277,8 @@ attention_of_part = operator(
     attention_in_use,
     _like,
 )
-attention_of_words = operator(
+attention_of_words = triton_operator(
     "split_attention(Tensor q, Tensor k, Tensor v, Tensor seen, float? scale) -> Tensor",
-    _split,
+    "machine.split_attention.split_attention",
     _like,
-    ("CPU", "CUDA"),  # on a CPU Triton interprets its kernels, where it is told to
 )

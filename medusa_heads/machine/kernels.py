@@ -11,6 +11,7 @@ from __future__ import annotations
 import platform
 import warnings
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -101,6 +102,26 @@ def operator(
             _operators.impl(name, run, device)
         _operators.impl(name, like, "Meta")
     return getattr(torch.ops.medusa_heads, name)
+
+
+def in_triton(function: str) -> Callable[..., Any]:
+    """A function of this package's that starts a kernel in Triton, such as `"trees.module.name"`,
+    on the device that its first argument lies on."""
+    module, _, name = function.rpartition(".")
+
+    def start(*args: Any) -> Any:
+        # Triton comes with torch where that is built for a GPU, and takes a second to import.
+        kernel = getattr(import_module(f"medusa_heads.{module}"), name)
+        with torch.cuda.device_of(args[0]):  # Triton starts kernels on the current one
+            return kernel(*args)
+
+    return start
+
+
+def triton_operator(schema: str, function: str, like: Callable[..., Any]) -> Any:
+    """The operator that such a function is; on a CPU Triton interprets its kernels, where it is
+    told to."""
+    return operator(schema, in_triton(function), like, ("CPU", "CUDA"))
 
 
 class Tried:

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from medusa_heads.machine.kernels import Tried, operator
+from medusa_heads.machine.kernels import Tried, operator, triton_operator
 
 _INITIAL_SLACK = 256  # slots beyond the prompt before the first growth
 _STACK_BYTES = 1 << 28  # of a stack as it is made, or an eighth of all layers where that is more
@@ -69,18 +68,10 @@ _put_wide: Any = operator(
 )
 
 
-def _move(stack: Tensor, source_BA: Tensor, destination_BA: Tensor) -> None:
-    # Triton comes with torch where that is built for a GPU, and takes a second to import.
-    kernel = import_module("medusa_heads.target.triton_rows")
-    with torch.cuda.device_of(stack):  # Triton starts kernels on the current one
-        kernel.move_rows(stack, source_BA, destination_BA)
-
-
-_move_rows: Any = operator(
+_move_rows: Any = triton_operator(
     "move_rows(Tensor(a!) stack, Tensor source, Tensor destination) -> ()",
-    _move,
+    "target.triton_rows.move_rows",
     lambda *_: None,
-    ("CPU", "CUDA"),  # on a CPU Triton interprets its kernels, where it is told to
 )
 
 

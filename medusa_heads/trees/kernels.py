@@ -6,13 +6,12 @@ Shapes: as in levels.py; V columns to choose from.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from medusa_heads.machine.kernels import Tried, operator
+from medusa_heads.machine.kernels import Tried, triton_operator
 from medusa_heads.trees import levels
 from medusa_heads.trees.levels import DEEPER, NEVER, SUREST, Chosen, Level
 
@@ -104,16 +103,6 @@ def _agree(device: torch.device) -> bool:
 _tried = Tried(lambda device: _agree(device), "trees go on by torch's own kernels")
 
 
-def _run(module: str, name: str) -> Any:
-    def run(*args: Any) -> Any:
-        # Triton comes with torch where that is built for a GPU, and takes a second to import.
-        kernel = getattr(import_module(f"medusa_heads.trees.{module}"), name)
-        with torch.cuda.device_of(args[0]):  # Triton starts kernels on the current one
-            return kernel(*args)
-
-    return run
-
-
 def _like_level(
     scores_BF: Tensor,
     tokens_BFR: Tensor,
@@ -144,24 +133,20 @@ def _like_largest(x_RV: Tensor, count: int) -> Any:
     return x_RV.new_empty(len(x_RV), count), ids_RK
 
 
-_BOTH = ("CPU", "CUDA")  # on a CPU Triton interprets its kernels, where it is told to
-grown_level: Any = operator(
+grown_level: Any = triton_operator(
     "grown_level(Tensor scores, Tensor tokens, Tensor log_probs, Tensor paths, int kept,"
     " int asked, bool merges, float surest, float never) -> (Tensor, Tensor, Tensor, Tensor)",
-    _run("triton_kernels", "grow_level"),
+    "trees.triton_kernels.grow_level",
     _like_level,
-    _BOTH,
 )
-chosen_nodes: Any = operator(
+chosen_nodes: Any = triton_operator(
     "chosen_nodes(Tensor scores, Tensor tokens, Tensor parents, Tensor depths, int nodes,"
     " float deeper) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _run("triton_kernels", "choose_nodes"),
+    "trees.triton_kernels.choose_nodes",
     _like_chosen,
-    _BOTH,
 )
-largest: Any = operator(
+largest: Any = triton_operator(
     "largest(Tensor x, int count) -> (Tensor, Tensor)",
-    _run("triton_largest", "largest"),
+    "trees.triton_largest.largest",
     _like_largest,
-    _BOTH,
 )

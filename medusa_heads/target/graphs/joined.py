@@ -21,6 +21,7 @@ from torch.nn.functional import linear
 from medusa_heads.agreement import TOLERANCE, relative_error
 from medusa_heads.errors import MedusaWarning, first_line
 from medusa_heads.machine.attention import kernel_facts, replayed
+from medusa_heads.machine.kernels import in_triton
 from medusa_heads.machine.kernels import operator as torch_operator
 from medusa_heads.machine.measurements import Measurements, as_seconds, measurement_folder
 from medusa_heads.machine.programs import Program
@@ -204,14 +205,10 @@ def _seconds(
 
 
 def _products(x: Tensor, matrices: Sequence[Tensor], which: int) -> list[Tensor]:
-    # Triton comes with torch where that is built for a GPU, and takes a second to import.
-    from medusa_heads.target.graphs.triton_products import products
-
     x_ND = x.flatten(0, -2).contiguous()
     if x_ND.data_ptr() % _ALIGNED:
         x_ND = x_ND.clone()
-    with torch.cuda.device_of(x):  # Triton starts kernels on the current one
-        made = products(x_ND, matrices, which)
+    made = in_triton("target.graphs.triton_products.products")(x_ND, matrices, which)
     return [
         each.view(*x.shape[:-1], len(matrix)) for each, matrix in zip(made, matrices, strict=True)
     ]
