@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import warnings
 
 # In the system's words, which safetensors repeats, and in those of torch.save.
 _FULL_DISK = (os.strerror(errno.ENOSPC), "PytorchStreamWriter", "unexpected pos")
@@ -28,6 +29,11 @@ class NoModel(ValueError):
 
 class MedusaWarning(UserWarning):
     """What a user should know of a call that goes on: a sentence, which commands print as such."""
+
+
+def warn(sentence: str, *, above: int = 1) -> None:
+    """Tell a user; of Python's warnings, one of the line that called so many functions above."""
+    warnings.warn(sentence, MedusaWarning, stacklevel=above + 2)
 
 
 def first_line(error: BaseException) -> str:

@@ -10,7 +10,6 @@ a hook or an adapter decide as well, and no configuration tells of them.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from medusa_heads.errors import MedusaWarning, UnsupportedArchitecture
+from medusa_heads.errors import UnsupportedArchitecture, warn
 from medusa_heads.inference.engine.probe import (
     CHAIN,
     TREE,
@@ -202,9 +201,7 @@ def _examine(target: TargetModel) -> Capability:
 
 
 def _warn_of_chains(kind: str, reason: str) -> None:
-    warnings.warn(
-        f"{kind} verifies a chain of drafts, not a tree: {reason}", MedusaWarning, stacklevel=5
-    )
+    warn(f"{kind} verifies a chain of drafts, not a tree: {reason}", above=4)
 
 
 def why_alone(target: TargetModel) -> str | None:

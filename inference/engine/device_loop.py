@@ -10,14 +10,13 @@ Of what a text asks for, some things have no place in such a step; `begin` says 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from medusa_heads.errors import MedusaWarning, UnsupportedArchitecture
+from medusa_heads.errors import UnsupportedArchitecture, warn
 from medusa_heads.inference.acceptance import AcceptanceRule, SampleThenMatch
 from medusa_heads.inference.acceptance.at_once import deepest_path, draw_all, kinds
 from medusa_heads.inference.acceptance.lossless import check_drawn
@@ -147,8 +146,7 @@ class DeviceLoop:
             del stats.seconds["step"]  # there was none
             drafter.memories.pop(on_device, None)
             how = "recorded" if isinstance(target, CapturedTarget) else "compiled"
-            reason = f"steps are {how} in parts, since the whole is no graph: {error}"
-            warnings.warn(reason, MedusaWarning, stacklevel=2)
+            warn(f"steps are {how} in parts, since the whole is no graph: {error}")
             return
         finally:
             del on_device.cache, on_device.memories

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -20,7 +19,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from medusa_heads.data.data_files import SUFFIXES, read_rows
-from medusa_heads.errors import MedusaWarning, first_line
+from medusa_heads.errors import first_line, warn
 from medusa_heads.files import expanded, remove_leftovers
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
 from medusa_heads.machine.measurements import measurement_folder
@@ -102,9 +101,7 @@ def index_files(path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase
         raise ValueError(f"{str(path)!r} cannot be indexed: {error}{reason}") from error
     if left_out:
         count = "1 row or file" if len(left_out) == 1 else f"{len(left_out)} rows or files"
-        warnings.warn(
-            f"left out of the corpus: {count}, such as {left_out[0]}", MedusaWarning, stacklevel=2
-        )
+        warn(f"left out of the corpus: {count}, such as {left_out[0]}")
     with suppress(OSError):  # a read-only home: made again next time
         kept.parent.mkdir(parents=True, exist_ok=True)
         index.save(kept)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from statistics import median
 
 import torch
 
-from medusa_heads.errors import MedusaWarning, UnsupportedArchitecture, first_line
+from medusa_heads.errors import UnsupportedArchitecture, first_line, warn
 from medusa_heads.inference.adapt.measure import target_facts
 from medusa_heads.inference.adapt.step_bench import RandomChain, StepBench
 from medusa_heads.inference.drafters.base import Drafter
@@ -128,8 +127,7 @@ class LateCompiling:
             usual = TorchDynamoException, UnsupportedArchitecture, torch.OutOfMemoryError
             if not isinstance(error, usual):
                 raise
-            reason = f"decoding goes on without torch.compile, which failed: {first_line(error)}"
-            warnings.warn(reason, MedusaWarning, stacklevel=2)
+            warn(f"decoding goes on without torch.compile, which failed: {first_line(error)}")
             if isinstance(error, torch.OutOfMemoryError):
                 return False
             self.saved = -math.inf

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from medusa_heads.data.chat import ChatTemplate
 from medusa_heads.data.encoding import starts_twice
 from medusa_heads.data.formats import QUESTIONS, recognise
 from medusa_heads.data.messages import SYSTEM_COLUMN, behind_system, messages_of, tools_of
-from medusa_heads.errors import MedusaWarning
+from medusa_heads.errors import warn
 from medusa_heads.inference.regeneration.answers import (
     NO_CONVERSATION,
     NO_QUESTION,
@@ -262,11 +261,9 @@ def read_dialogues(
             f"expected rows in shard {shard[0]} of {shard[1]}, got {len(dialogues.corpus)} in all"
         )
     if column == "prompt" and not dialogues.talks and _lacks_template(corpus[0][column], tokenizer):
-        warnings.warn(
+        warn(
             "the corpus holds texts in 'prompt', which the target continues as they are, without "
-            "its chat template: for answers of a chat model, give conversations in 'messages'",
-            MedusaWarning,
-            stacklevel=2,
+            "its chat template: for answers of a chat model, give conversations in 'messages'"
         )
     return dialogues
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from medusa_heads.checkpoint.files import (
 from medusa_heads.checkpoint.stored_heads import StoredHeads, read_stored, read_vocab_matrix
 from medusa_heads.checkpoint.tensor_file import check_no_notes
 from medusa_heads.contents import SIDECAR_FILE
-from medusa_heads.errors import MedusaWarning
+from medusa_heads.errors import warn
 from medusa_heads.files import expanded, read_json
 from medusa_heads.hub.card import is_generated, make_card
 from medusa_heads.hub.folder import own_file, own_files
@@ -242,11 +241,9 @@ def push(
         card = found.read_text(encoding="utf-8", errors="replace")
         if card.strip("- \t\r\n") and not is_generated(card):  # it has words, of metadata even
             del files[CARD_FILE]
-            warnings.warn(
+            warn(
                 f"{CARD_FILE} of {repo_id!r} was written by hand and stays as it is: remove it "
-                "there to have one generated",
-                MedusaWarning,
-                stacklevel=2,
+                "there to have one generated"
             )
     operations: list[CommitOperationAdd | CommitOperationDelete] = [
         CommitOperationAdd(name, what if isinstance(what, bytes) else str(what))

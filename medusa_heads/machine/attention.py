@@ -8,7 +8,6 @@ of keys and values.
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads.agreement import TOLERANCE, is_half, relative_error
-from medusa_heads.errors import MedusaWarning, first_line
+from medusa_heads.errors import first_line, warn
 from medusa_heads.machine.choice import GAIN
 from medusa_heads.machine.devices import captured, is_capturing
 from medusa_heads.machine.kernels import in_triton, operator, triton_operator
@@ -121,8 +120,7 @@ def split_pays(device: torch.device, dtype: torch.dtype, numbers: tuple[int, ...
             usual, split = _seconds(device, dtype, sizes, facts)
         # No compiler for this GPU, blocks too large for it, no memory: each has its own.
         except Exception as error:
-            reason = f"attention goes on by torch's own kernel: {first_line(error)}"
-            warnings.warn(reason, MedusaWarning, stacklevel=2)
+            warn(f"attention goes on by torch's own kernel: {first_line(error)}")
             if isinstance(error, torch.OutOfMemoryError):  # which says nothing of later
                 _short.add(key)
                 return False

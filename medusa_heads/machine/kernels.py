@@ -9,7 +9,6 @@ Shapes: N rows of D inputs each, O outputs.
 from __future__ import annotations
 
 import platform
-import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa_heads.errors import MedusaWarning, first_line
+from medusa_heads.errors import first_line, warn
 from medusa_heads.machine.devices import is_capturing
 
 _KNOWN = ("x86_64", "AMD64")
@@ -149,8 +148,7 @@ class Tried:
                 self._known[device] = self._agree(device)
             # No compiler for this GPU, none at all, no memory: each has its own.
             except Exception as error:
-                reason = f"{self._otherwise}: {first_line(error)}"
-                warnings.warn(reason, MedusaWarning, stacklevel=2)
+                warn(f"{self._otherwise}: {first_line(error)}")
                 if isinstance(error, torch.OutOfMemoryError):  # which says nothing of later
                     return False
                 self._known[device] = False

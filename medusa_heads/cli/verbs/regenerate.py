@@ -4,14 +4,13 @@ corpus's prompts itself, and train-heads --dataset FOLDER learns from that.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.choices import apply_choice, print_choices
 from medusa_heads.cli.flags.arguments import command
-from medusa_heads.errors import MedusaWarning
+from medusa_heads.errors import warn
 from medusa_heads.files import expanded
 from medusa_heads.inference.regeneration.arguments import RegenerateArguments, longest_answer
 from medusa_heads.settings import mapping
@@ -86,11 +85,9 @@ def regenerate(arguments: RegenerateArguments) -> None:
     for mapped in result.rows.cache_files:  # copied by now
         Path(mapped["filename"]).unlink()
     if len(result.rows) < before:
-        warnings.warn(
+        warn(
             f"{str(folder)!r} held {before} rows, and now holds the {len(result.rows)} that were "
-            "asked for: answers to the others are kept, and the same prompts have them again",
-            MedusaWarning,
-            stacklevel=2,
+            "asked for: answers to the others are kept, and the same prompts have them again"
         )
     accounting = result.accounting
     print(accounting)

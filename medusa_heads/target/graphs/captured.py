@@ -6,7 +6,6 @@ Shapes: B batch, N tree nodes.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from medusa_heads.agreement import TOLERANCE, is_half, relative_error
-from medusa_heads.errors import MedusaWarning, first_line
+from medusa_heads.errors import first_line, warn
 from medusa_heads.machine.devices import free_memory
 from medusa_heads.machine.graphs import look
 from medusa_heads.machine.programs import Program, traced
@@ -202,8 +201,7 @@ class CapturedTarget(CompiledTarget):
             self._short.add("parts")
         else:
             self._parts = None
-            reason = f"decoding goes on by kernels as they are: {first_line(error)}"
-            warnings.warn(reason, MedusaWarning, stacklevel=3)
+            warn(f"decoding goes on by kernels as they are: {first_line(error)}", above=2)
 
     def recording(self, function: Callable[[], Any]) -> Recording | None:
         """Of a function that has been called; None, as a warning says, where it cannot be made."""
@@ -225,9 +223,7 @@ class CapturedTarget(CompiledTarget):
 
     def warn(self, reason: str) -> None:
         """Say that something is decoded without recordings, and why."""
-        warnings.warn(
-            f"decoding goes on without CUDA graphs: {reason}", MedusaWarning, stacklevel=3
-        )
+        warn(f"decoding goes on without CUDA graphs: {reason}", above=2)
 
     def _first(
         self, inputs: dict[str, Any], given: list[Tensor]

@@ -9,7 +9,6 @@ Shapes: B batch, N tree nodes, C capacity in slots, H key-value heads, X head di
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads.agreement import TOLERANCE, is_half, relative_error
-from medusa_heads.errors import MedusaWarning, UnsupportedArchitecture, first_line
+from medusa_heads.errors import UnsupportedArchitecture, first_line, warn
 from medusa_heads.machine.attention import ask_again
 from medusa_heads.machine.devices import nothing_collected
 from medusa_heads.machine.graphs import NotingBackend, look, many_graphs, no_graph, noted
@@ -116,8 +115,7 @@ class CompiledTarget(TargetModel):
             except torch._dynamo.exc.BackendCompilerFailed as error:  # before anything was computed
                 self._forward = self.model.forward
                 failed = first_line(error)
-                reason = f"decoding goes on without torch.compile, which failed: {failed}"
-                warnings.warn(reason, MedusaWarning, stacklevel=2)
+                warn(f"decoding goes on without torch.compile, which failed: {failed}")
                 plain: Any = compiled
                 made = plain._torchdynamo_orig_callable(*args, **kwargs)
         return made

@@ -10,7 +10,6 @@ Shapes: N tokens of D inputs each, O outputs of a matrix.
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor, fx
 from torch.nn.functional import linear
 
 from medusa_heads.agreement import TOLERANCE, relative_error
-from medusa_heads.errors import MedusaWarning, first_line
+from medusa_heads.errors import first_line, warn
 from medusa_heads.machine.attention import kernel_facts, replayed
 from medusa_heads.machine.kernels import in_triton
 from medusa_heads.machine.kernels import operator as torch_operator
@@ -70,8 +69,7 @@ def _starts(shape: Sequence[int], matrices: Sequence[Tensor], which: int) -> boo
 
 
 def _one_by_one(error: Exception) -> None:
-    reason = f"products go on one by one: {first_line(error)}"
-    warnings.warn(reason, MedusaWarning, stacklevel=3)
+    warn(f"products go on one by one: {first_line(error)}", above=2)
 
 
 def _groups(graph: fx.Graph) -> Iterator[list[fx.Node]]:

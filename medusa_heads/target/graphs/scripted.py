@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from medusa_heads.errors import MedusaWarning, first_line
+from medusa_heads.errors import first_line, warn
 from medusa_heads.machine.graphs import look
 from medusa_heads.machine.programs import Program, Script, traced
 from medusa_heads.target.attention import TreeMask
@@ -98,8 +97,7 @@ class ScriptedTarget(CapturedTarget):
                 hook.remove()
 
     def warn(self, reason: str) -> None:
-        reason = f"decoding goes on without scripts: {reason}"
-        warnings.warn(reason, MedusaWarning, stacklevel=3)
+        warn(f"decoding goes on without scripts: {reason}", above=2)
 
     def _like(self, features: tuple[int, ...]) -> ScriptedTarget:
         return ScriptedTarget(self.model, features, self._late)
