@@ -43,7 +43,6 @@ def target_clock(
     rest. What is kept of its steps serves all sources, each of which adds its own drafting.
 
     Args:
-        target: the target.
         drafters: sources whose drafting is timed too: a drafter for each, and what it depends on.
     """
     target = as_it_is(target)  # whose cache a text may be using
@@ -70,11 +69,9 @@ def step_seconds(
     ValueError: the context does not fit the target.
 
     Args:
-        target: the target.
         drafters: by names that say what they are.
         kind: whatever else of the drafters a step's time depends on, as plain values.
         context: tokens in the cache while measuring.
-        batch_size: sequences decoded together.
         refresh: measure even if there is an earlier measurement, on disk or of this process.
     """
     target = as_it_is(target)

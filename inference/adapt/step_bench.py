@@ -59,9 +59,7 @@ class StepBench:
     which takes as long to read as a text.
 
     Args:
-        target: the target.
         context: tokens in the cache.
-        batch_size: rows.
         text: a cache that holds this context, to be copied, and the slots that it may come to
             need; by default there is room for just enough.
     """

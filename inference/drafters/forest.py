@@ -29,7 +29,6 @@ def grown(
     Args:
         growing: the trees, without a node so far, whose `further` is FURTHER.
         budget: what decides how many nodes pay.
-        pace: of these rows.
         whole: the trees grow to their ends.
         exactly: so many nodes are taken, whether they pay or not.
     """

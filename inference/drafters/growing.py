@@ -209,7 +209,6 @@ class Growing:
 
     Args:
         root: the last committed token.
-        proposals: of the sources.
         most: nodes besides the root, at most.
         least: no node has a smaller chance.
         chain_only: never more than one node behind another.

@@ -94,7 +94,6 @@ class StaticDrafter(HeadsDrafter):
 
     Args:
         heads: on their target's device.
-        shape: the tree.
         temperatures: of the heads' probabilities.
         with_log_probs: give the nodes' draft probabilities too, for rules that compare with them.
     """

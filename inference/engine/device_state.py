@@ -48,7 +48,6 @@ class DeviceState(DecodingState):
         like: the state of such a text, in a cache of fixed capacity.
         levels: how deep the trees are at most.
         nodes: of the largest tree.
-        vocab_size: of the target.
     """
 
     cache: StaticRowCache

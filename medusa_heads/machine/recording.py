@@ -48,7 +48,6 @@ class Recording:
         function: what it reads lies where it lies for good. It must not wait for the GPU, nor move
             numbers from the host there. It is called once or twice, without an effect, and should
             have been called before: what it prepares is not recorded. Or a watched program.
-        device: the GPU.
         pool: for what it makes; recordings of one pool are replayed one by one, and what one has
             returned is used up before the next.
 

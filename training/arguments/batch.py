@@ -48,7 +48,6 @@ def fit_batch(
     """Choose by the text a training batch size that is a default, as the learning rate is.
 
     Args:
-        args: of the run.
         rows: of the text; None of a stream.
         learnt_of_row: tokens that are learnt of each, in the mean.
         before: of a run that is resumed, whose steps keep their rows, as far as each process takes
