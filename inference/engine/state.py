@@ -58,22 +58,18 @@ class DecodingState:
         self.ahead = [0] * len(rows)
         self.roots_B: Tensor  # the last committed token, the next tree's node 0
         self.hidden_BD: Tensor  # the target's hidden state that yielded it
-        # What drafters keep of the text between two steps, each under a key of its own.
-        self.memories: dict[Any, Any] = {}
-        # What the target's logits go through before a token is drawn; None where none is drawn.
-        self.warpers: LogitsProcessorList | None = None
-        # What decides the draws, where drafters may know it.
-        self.noise: Noise | None = None
-        # Where positions are others beyond a limit that the text may reach.
-        self.position_rule: PositionRule | None = None
-        # The most nodes that each row's next tree may have; None where nothing limits them.
-        self.room: list[int] | None = None
+        self.memories: dict[Any, Any] = {}  # what drafters keep between two steps, by their keys
+        self.warpers: LogitsProcessorList | None = None  # of logits, where a token is drawn
+        self.noise: Noise | None = None  # what decides the draws, where drafters may know it
+        self.position_rule: PositionRule | None = None  # of a limit that the text may reach
+        self.room: list[int] | None = None  # nodes that each row's next tree may have at most
         self._fresh: list[tuple[Tensor, list[list[int]]]] = []
         self._fresh_was_read, self._keeps_fresh = True, keeps_fresh
         # No node beyond the text's last position can be committed, and models that learn their
         # positions have none there: such nodes are verified at the last one.
         self.last_position = None if max_length is None else max_length - 1
-        self._buffers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by rows and nodes
+        self._buffers: list[Tensor] | None = None  # of the masks of rows in step
+        self._written = 0  # nodes of the last tree there
 
     def move_to(self, cache: RowCache) -> None:
         """Go on in this empty cache, of the same target."""
@@ -124,7 +120,7 @@ class DecodingState:
         moved = any(self.padding) or any(self.ahead)
         if capacity is None and min(self.lengths) == past and not moved:
             return self._mask_in_step(tree, past)
-        # Made on the host: a transfer each, where a device would start a kernel for each operation.
+        # Made on the host: a transfer each, and not a kernel for each operation.
         padding_B1, lengths_B1 = np.array(self.padding)[:, None], np.array(self.lengths)[:, None]
         slots_S = np.arange(capacity or past + tree.num_nodes)
         valid_BS = torch.from_numpy((slots_S >= padding_B1) & (slots_S < lengths_B1)).to(device)
@@ -138,18 +134,8 @@ class DecodingState:
 
     def _mask_in_step(self, tree: TokenTree, past: int) -> TreeMask:
         """Of unpadded rows of one length."""
-        # One pair of buffers for all steps of a size, the tree's own block at their right edge: a
-        # longer text is a wider slice, and nothing of the past is ever written again.
-        batch, nodes = tree.tokens_BN.shape
-        device = tree.tokens_BN.device
-        known = self._buffers.get((batch, nodes))
-        if known is None or known[0].shape[2] < past + nodes:
-            shape = (batch, nodes, 2 * (past + nodes))
-            known = self._buffers[batch, nodes] = (
-                torch.ones(shape, dtype=torch.bool, device=device),
-                torch.zeros(shape, dtype=self.hidden_BD.dtype, device=device),
-            )
-        visible, bias = known
+        (batch, nodes), device = tree.tokens_BN.shape, tree.tokens_BN.device
+        visible, bias = self._buffers_for(batch, nodes, past + nodes, device)
         edge = visible.shape[2] - past - nodes
         if nodes > 1:
             visible[:, :, -nodes:] = tree.ancestors_BNN
@@ -162,6 +148,21 @@ class DecodingState:
             positions_BN = positions_BN.clamp_max(self.last_position)
         return TreeMask(visible[:, :, edge:], positions_BN, past, bias_BNS=bias_BNS)
 
+    def _buffers_for(self, batch: int, nodes: int, slots: int, device: Any) -> list[Tensor]:
+        """One pair serves all steps, the tree's own block at its right edge: a longer text is a
+        wider slice, and of the past only what the last tree covered is written again."""
+        known, before = self._buffers, self._written
+        rows = known[0].shape[1] if known and len(known[0]) == batch else 0
+        if known is None or rows < nodes or known[0].shape[2] < slots:
+            shape = (batch, rows if rows >= nodes else max(nodes, 2 * rows), 2 * slots)
+            visible = torch.ones(shape, dtype=torch.bool, device=device)
+            known = self._buffers = [visible, visible.new_zeros(shape, dtype=self.hidden_BD.dtype)]
+        elif before != nodes:
+            known[0][:, :before, -before:] = True
+            known[1][:, :before, -before:] = 0.0
+        self._written = nodes
+        return [buffer[:, :nodes] for buffer in known]
+
     def forget(self) -> None:
         """Of the tree just verified nothing is kept, as if it had never been read."""
 
@@ -172,7 +173,7 @@ class DecodingState:
     def advance(self, hidden_BND: Tensor, paths: Sequence[Sequence[int]]) -> None:
         """Take each path's last node as the new state, and let finished rows go."""
         device = hidden_BND.device
-        # Rows that have ended and stay stand still: what is made of them, nobody reads.
+        # Rows that have ended and stay stand still: nobody reads what is made of them.
         nodes_B = [list(path) or [0] for path in paths]
         if hidden_BND.shape[1] == 1:
             accepted_BAD = hidden_BND
@@ -183,7 +184,7 @@ class DecodingState:
                 [[*nodes, *nodes[-1:] * (longest - len(nodes))] for nodes in nodes_B], device=device
             )
             batch_B1 = torch.arange(len(paths), device=device)[:, None]
-            # Taken out at once, or all trees that are not drafted from would stay in memory.
+            # Taken out at once, or every tree that is not drafted from would stay in memory.
             accepted_BAD = hidden_BND[batch_B1, nodes_BA]
         # Only a drafter that reads the whole text will ask for what it was not asked to draft from.
         if self._fresh_was_read or not self._keeps_fresh:
@@ -239,7 +240,7 @@ class DecodingState:
         self.lengths = self.lengths + other.lengths
         self.padding = self.padding + other.padding
         self.ahead = self.ahead + other.ahead
-        self._buffers.clear()  # of batches that may not come again
+        self._buffers = None  # of a batch that may not come again
         self.position_rule = self.position_rule or other.position_rule
         if self.last_position is not None and other.last_position is not None:
             self.last_position = max(self.last_position, other.last_position)

@@ -50,6 +50,18 @@ def test_masks_of_rows_in_step_are_made_once_for_many_steps() -> None:
         assert len({t.untyped_storage().data_ptr() for t in tensors if t is not None}) == 1
 
 
+def test_trees_of_many_sizes_take_the_memory_of_a_few() -> None:
+    """At 64k tokens, buffers of all sizes up to 64 nodes would be 1.4 GB in fp32."""
+    of, masks = in_cache([500], [0]), []
+    chains = [TreeShape([(0,) * depth for depth in range(1, nodes)]) for nodes in range(1, 33)]
+    for shape in (*chains, *reversed(chains)):
+        masks.append(of.tree_mask(shape.tree(torch.zeros(1, shape.num_nodes).long())))
+        assert drawn(masks[-1].visible_BNS)[0][-1] == "x" * (500 + shape.num_nodes)
+    held = {m.visible_BNS.untyped_storage().data_ptr(): m.visible_BNS for m in masks}
+    largest = 32 * 2 * (500 + 32)
+    assert sum(of.untyped_storage().nbytes() for of in held.values()) <= 2 * largest
+
+
 def test_where_kernels_want_an_aligned_beginning_the_numbers_are_a_copy() -> None:
     of = in_cache([5], [0])
     bias_BNS = of.tree_mask(FOUR.tree(torch.zeros(1, 4, device="meta").long())).bias_BNS
