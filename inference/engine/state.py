@@ -54,8 +54,7 @@ class DecodingState:
         self.cache = cache  # the target's; holds every committed token but the last
         self.lengths = [row.length for row in rows]  # slots in use, by row
         self.padding = list(padding)  # slots of left padding, by row
-        # By how much each row's positions are ahead of its tokens: an image may take fewer of them.
-        self.ahead = [0] * len(rows)
+        self.ahead = [0] * len(rows)  # positions of each before its tokens: an image may take fewer
         self.roots_B: Tensor  # the last committed token, the next tree's node 0
         self.hidden_BD: Tensor  # the target's hidden state that yielded it
         self.memories: dict[Any, Any] = {}  # what drafters keep between two steps, by their keys

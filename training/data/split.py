@@ -89,9 +89,12 @@ def hold_out(
     rows: Dataset, share: float | None, seed: int, count: int | None = None
 ) -> tuple[Dataset, Dataset]:
     """Split into rows to train on and rows to measure on, by document: a share, or a count of them,
-    or by default EVAL_SHARE, and at most EVAL_ROWS. Equal documents are on the same side. Without a
-    column `document`, or where all rows are of one, each row is a document. Raises ValueError where
-    there is only one row, or no more documents than are to be held out."""
+    or by default EVAL_SHARE, and at most EVAL_ROWS. Equal documents are on the same side.
+
+    Without a column `document`, or where all rows are of one, each row is a document. One with more
+    rows than all others together is learnt from, whichever are drawn. Raises ValueError where there
+    is only one row, or no more documents than are to be held out.
+    """
     documents = np.arange(len(rows))
     if DOCUMENT_COLUMN in rows.column_names:
         documents = rows.with_format("numpy")[DOCUMENT_COLUMN][:]
@@ -127,9 +130,12 @@ def distinct_documents(documents: Any, rows: Dataset) -> Any:
 def held_out_rows(documents: Any, share: float | None, seed: int, count: int | None = None) -> Any:
     """The numbers of the rows that `hold_out` holds out, ascending, by each row's document."""
     ordered = np.sort(documents)  # np.unique would take 50 bytes for each
-    known = ordered[np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]]
+    starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)])
+    known, lengths = ordered[starts], np.diff(starts, append=len(ordered))
+    most = known[lengths > len(ordered) // 2]  # more than all others together, in one document
     if len(known) == 1:
         known = documents = np.arange(len(documents))
+        most = known[:0]
     if len(known) < 2:
         raise ValueError(
             "the corpus has a single row, so none can be held out: give more text or an "
@@ -143,5 +149,6 @@ def held_out_rows(documents: Any, share: float | None, seed: int, count: int | N
             f"eval_rows {count} would hold out all {len(known)} documents, equal ones "
             "counted once: ask for fewer"
         )
-    drawn = np.random.default_rng(seed).permutation(known)[:count]
+    drawn = np.random.default_rng(seed).permutation(known)
+    drawn = drawn[~np.isin(drawn, most)][:count]
     return np.flatnonzero(np.isin(documents, drawn))

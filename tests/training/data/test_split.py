@@ -66,3 +66,14 @@ def test_equal_texts_are_held_out_together() -> None:
     assert len(held) == 12 and {*kept["text"]}.isdisjoint(held["text"])
     same = Dataset.from_dict({"text": ["a"] * 20})  # there is nothing else to be had
     assert [len(part) for part in hold_out(same, 0.2, seed=0)] == [16, 4]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_most_of_the_text_is_not_held_out_as_one_document(seed: int) -> None:
+    """Of a book beside a page the page is held out, and not all but a page."""
+    book = [f"{number}" for number in range(30)]
+    rows = Dataset.from_dict({"text": [*book, "a page"], "document": [7] * 30 + [3]})
+    kept, held = hold_out(rows, None, seed)
+    assert kept["text"][:] == book and held["text"][:] == ["a page"]
+    alone = rows.select(range(30))
+    assert [len(part) for part in hold_out(alone, 0.1, seed)] == [27, 3]
