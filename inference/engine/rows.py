@@ -179,9 +179,10 @@ class Row:
     def ids_1T(self) -> Tensor:
         """The row's token ids so far, as logits processors and stopping criteria read them."""
         if self.length > self._ids_1C.shape[1]:
-            room = self._ids_1C.new_zeros(1, self.length + 256)
-            room[:, : self._written] = self._ids_1C[:, : self._written]
-            self._ids_1C = room
+            with torch.inference_mode(False):  # it is asked for, and written, outside of that too
+                room = self._ids_1C.new_zeros(1, self.length + 256)
+                room[:, : self._written] = self._ids_1C[:, : self._written]
+                self._ids_1C = room
         if self._written < self.length:
             fresh = self.tokens[self._written - self.prompt_length :]
             self._ids_1C[0, self._written : self.length] = torch.tensor(

@@ -178,6 +178,15 @@ def test_a_token_is_committed_told_and_asked_about_once() -> None:
         row.commit(7)
 
 
+def test_a_row_is_read_outside_of_the_loop_that_wrote_it() -> None:
+    row = Row(0, 1, torch.tensor([1, 2]), StopCheck(StoppingCriteriaList()))
+    with torch.inference_mode():
+        row.commit(5)
+        assert row.ids_1T().tolist() == [[1, 2, 5]]
+        row.commit(6)
+    assert row.ids_1T().tolist() == [[1, 2, 5, 6]]
+
+
 def test_a_step_is_counted_for_the_rows_that_took_part() -> None:
     of = in_cache([6, 4, 5], [0, 0, 0], slots=40)
     streamers = [Heard() for _ in of.rows]
