@@ -122,6 +122,10 @@ def starts_twice(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[in
     return start is not None and [*ids[:2]] == [start] * 2 and text.startswith(tokenizer.bos_token)
 
 
+class Chosen(Exception):
+    """It is known which library encodes, and no more was asked."""
+
+
 class Encoder:
     """A tokenizer for many texts. Where the library `fastokens` is installed and reads the
     tokenizer, it encodes, once it gave the tokens of `tokenizers` for hard texts and for the first
@@ -131,6 +135,7 @@ class Encoder:
         self.tokenizer = tokenizer
         # Whether `fastokens` encodes; None before the first text.
         self.is_fast: bool | None = None
+        self.only_chooses = False  # raises Chosen in place of encoding
         self._fast: Any = None  # each process makes its own
 
     def __getstate__(self) -> dict[str, Any]:
@@ -139,6 +144,8 @@ class Encoder:
     def __call__(self, texts: Sequence[str], *, special_tokens: bool) -> Ragged:
         """Token ids, with or without what the tokenizer puts around a text."""
         encode = self._engine(texts)
+        if self.only_chooses and self.is_fast is not None:
+            raise Chosen
         return Ragged.joined([encode(part, special_tokens) for part in _in_parts(texts)])
 
     def _engine(self, texts: Sequence[str]) -> Callable[[list[str], bool], Ragged]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from medusa_heads.config import IGNORED
 from medusa_heads.data.bad_rows import BadRow
 from medusa_heads.data.chat import ChatTemplate, continuation
-from medusa_heads.data.encoding import Encoder, Ragged, begins, ends_of
+from medusa_heads.data.encoding import Chosen, Encoder, Ragged, begins, ends_of
 from medusa_heads.data.formats import (
     LARGEST_TOKEN,
     Completion,
@@ -51,7 +52,10 @@ class Tokeniser:
         """Choose the library that encodes, by rows from all over a corpus: the choice goes along to
         other processes."""
         if self._encoder is not None and self._encoder.is_fast is None:
-            self._made(batch)
+            self._encoder.only_chooses = True  # the rows are made later, with all others
+            with suppress(Chosen):
+                self._made(batch)
+            self._encoder.only_chooses = False
 
     def __call__(
         self, batch: pa.Table | Mapping[str, Sequence[Any]], documents: Sequence[int]

@@ -9,6 +9,7 @@ from datasets import Dataset, Features, List, Value
 
 from medusa_heads.data import encoding
 from medusa_heads.data.chat import ChatTemplate
+from medusa_heads.data.formats import Document, recognise
 from medusa_heads.data.sources import as_corpus
 from medusa_heads.training.data.tokenise import document_numbers, tokenise
 from medusa_heads.training.data.tokeniser import Tokeniser
@@ -66,6 +67,30 @@ def test_the_library_is_chosen_without_threads_that_forks_would_miss(
     assert encoding._has_threads is None
     tokenise(corpus, tokeniser)
     assert encoding._has_threads == os.getpid()
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_to_choose_the_library_no_text_is_encoded_whole(
+    installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a book that would take as long as to prepare it, and memory besides."""
+    if installed:
+        pytest.importorskip("fastokens")
+    else:
+        monkeypatch.setattr(encoding, "_fast_tokenizer", lambda _: None)
+    encoded: list[int] = []
+    usual = encoding.Encoder._usual
+
+    def counted(self: Any, texts: list[str], special: bool) -> Any:
+        encoded.extend(map(len, texts))
+        return usual(self, texts, special)
+
+    monkeypatch.setattr(encoding.Encoder, "_usual", counted)
+    tokeniser = Tokeniser(recognise(["text"]), templates.chat_tokenizer(), 512)
+    tokeniser.settle({"text": ["x = y\n" * 20_000]})
+    assert max(encoded, default=0) < 1 << 14
+    assert tokeniser._encoder is not None and tokeniser._encoder.is_fast is installed
+    assert len(tokeniser._documents([Document("x = y\n" * 20_000)])[0].sources) > 1
 
 
 def test_a_document_that_ends_already_gets_no_second_end(tokenizer: Any) -> None:
