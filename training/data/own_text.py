@@ -58,8 +58,9 @@ class OwnText:
             for n in range(self.batches_a_step)
             if self._has_turn(s, n)
         ]
-        if window != self._window:
-            self._written = self._write(window, len(turns) * self.batch_size)
+        count = len(turns) * self.batch_size
+        if window != self._window or count != len(self._written):  # as kept of other batches
+            self._written = self._write(window, count)
             self._window = window
         first = turns.index((step, number)) * self.batch_size
         return self._written[first : first + self.batch_size]
@@ -69,7 +70,8 @@ class OwnText:
         replace_file(path, json.dumps({"window": self._window, "rows": self._written}) + "\n")
 
     def load(self, path: Path) -> None:
-        """Take up what `save` kept: nothing, where the run had fewer processes then."""
+        """Take up what `save` kept: nothing, where the run had fewer processes then, and nothing
+        of use, where its steps had other batches."""
         if not path.is_file():
             return
         kept = json.loads(path.read_text(encoding="utf-8"))

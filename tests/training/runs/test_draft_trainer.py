@@ -175,23 +175,6 @@ def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(
         assert torch.equal(tensor, weights[1][key])
 
 
-def test_own_text_goes_on_from_the_prompts(target: TargetModel, make_rows: Rows) -> None:
-    rows = make_rows(5)
-    own_text = OwnText(target, rows, share=0.5, refresh=4, batches_a_step=2, batch_size=3)
-    batches = [own_text.batch(step, number) for step in range(8) for number in range(2)]
-    written = [batch for batch in batches if batch is not None]
-    assert 2 <= len(written) <= 14 and all(len(batch) == 3 for batch in written)
-    prompts = [ids[:4] for ids in rows["input_ids"]]
-    for row in (row for batch in written for row in batch):
-        assert row["input_ids"][:4] in prompts and row["labels"][:4] == [IGNORED] * 4
-        assert row["labels"][4:] == row["input_ids"][4:]
-        # As long as the corpus's row, unless the text ended.
-        assert len(row["input_ids"]) == 24 or row["input_ids"][-1] == 2
-    again = OwnText(target, rows, share=0.5, refresh=4, batches_a_step=2, batch_size=3)
-    torch.manual_seed(5)
-    assert [again.batch(s, n) for s in range(8) for n in range(2)] == batches
-
-
 def test_a_run_goes_on_in_more_processes_than_have_kept_own_text(
     target: TargetModel, make_rows: Rows, tmp_path: Path
 ) -> None:

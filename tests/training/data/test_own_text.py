@@ -1,0 +1,47 @@
+"""Text that a draft model writes itself."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+
+from medusa_heads.config import IGNORED
+from medusa_heads.target.target import TargetModel
+from medusa_heads.training.data.own_text import OwnText
+
+Rows = Callable[..., Dataset]
+
+
+def test_own_text_goes_on_from_the_prompts(target: TargetModel, make_rows: Rows) -> None:
+    rows = make_rows(5)
+    own_text = OwnText(target, rows, share=0.5, refresh=4, batches_a_step=2, batch_size=3)
+    batches = [own_text.batch(step, number) for step in range(8) for number in range(2)]
+    written = [batch for batch in batches if batch is not None]
+    assert 2 <= len(written) <= 14 and all(len(batch) == 3 for batch in written)
+    prompts = [ids[:4] for ids in rows["input_ids"]]
+    for row in (row for batch in written for row in batch):
+        assert row["input_ids"][:4] in prompts and row["labels"][:4] == [IGNORED] * 4
+        assert row["labels"][4:] == row["input_ids"][4:]
+        # As long as the corpus's row, unless the text ended.
+        assert len(row["input_ids"]) == 24 or row["input_ids"][-1] == 2
+    again = OwnText(target, rows, share=0.5, refresh=4, batches_a_step=2, batch_size=3)
+    torch.manual_seed(5)
+    assert [again.batch(s, n) for s in range(8) for n in range(2)] == batches
+
+
+@pytest.mark.parametrize("batches_a_step", [1, 2])
+def test_steps_of_another_shape_write_it_anew(
+    batches_a_step: int, target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    """As where a run goes on in fewer processes, each with more rows."""
+    before = OwnText(target, make_rows(5), share=0.9, refresh=4, batches_a_step=1, batch_size=2)
+    assert before.batch(0, 0) is not None
+    before.save(tmp_path / "kept.json")
+    now = OwnText(
+        target, make_rows(5), share=0.9, refresh=4, batches_a_step=batches_a_step, batch_size=4
+    )
+    now.load(tmp_path / "kept.json")
+    batches = [now.batch(step, number) for step in range(4) for number in range(batches_a_step)]
+    assert {len(batch) for batch in batches if batch is not None} == {4}
