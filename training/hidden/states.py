@@ -102,6 +102,20 @@ class DrawnOrder(Sampler[int]):
         return drawn_order(self._rows, self._seed + self._epoch)
 
 
+class GroupedOrder(DrawnOrder):
+    """The order of a pass of rows of like lengths together, as transformers' own sampler draws it,
+    but by the number of the pass. That one goes by all that its process drew before: with dropout
+    several processes would deal out different orders, and a pass that is resumed had another."""
+
+    def __init__(self, grouped: Any, seed: int) -> None:
+        super().__init__(len(grouped), seed)
+        self._grouped = grouped
+
+    def _order(self) -> Any:
+        self._grouped.generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        return np.fromiter(self._grouped, np.int64, self._rows)
+
+
 class ShardLocalOrder(DrawnOrder):
     """The order of a pass of training: as it is drawn without a cache, but the rows of a shard
     follow one another, so that the disk is read in one piece after another. The pass whose order

@@ -23,11 +23,13 @@ from accelerate.data_loader import (
 from accelerate.state import GradientState
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerState, TrainingArguments
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from medusa_heads.contents import STATE_FILE, foreign_model, trained_in
 from medusa_heads.errors import first_line, is_disk_full
 from medusa_heads.files import check_folder, expanded, read_json
+from medusa_heads.training.hidden.states import GroupedOrder
 from medusa_heads.training.runs.record import RUN_FILE
 
 logger = logging.getLogger(__name__)
@@ -102,13 +104,20 @@ def lies_in(checkpoint: str | None, output: Path) -> bool:
     return checkpoint is not None and Path(checkpoint).parent.resolve() == output.resolve()
 
 
-def with_order(loader: Any, order: Callable[[int, int], Any]) -> Any:
+def with_order(loader: Any, order: Callable[[int, int], Any], seed: int) -> Any:
     """A loader that accelerate has prepared, where it would draw rows by a seed with the order that
-    is made of their number and that seed. Put where accelerate looks for its own: several processes
-    that go on in the middle of a later pass would begin that pass with the order of the first."""
-    plain = get_sampler(loader)
+    is made of their number and that seed; of rows that are grouped by length, with one that hangs
+    on `seed`. Put where accelerate looks for its own: several processes that go on in the middle of
+    a later pass would begin that pass with the order of the first."""
+    plain, shard = get_sampler(loader), loader.batch_sampler
+    inner = shard.batch_sampler if isinstance(shard, BatchSamplerShard) else None
+    plain = getattr(inner, "sampler", None) if plain is None else plain
     if isinstance(plain, SeedableRandomSampler):
         loader.set_sampler(order(len(plain), plain.initial_seed))
+    elif isinstance(plain, LengthGroupedSampler):
+        loader.set_sampler(GroupedOrder(plain, seed))
+    elif hasattr(inner, "set_epoch"):  # makes the batches itself, as `batch_rebalance` does
+        shard.sampler = inner
     return loader
 
 
@@ -122,7 +131,8 @@ def last_rows(place: GradientState) -> int:
     if not isinstance(loader.batch_sampler, SkipBatchSampler):
         return place.remainder
     shard: Any = loader.batch_sampler.batch_sampler
-    if not isinstance(shard, BatchSamplerShard) or shard.drop_last:
+    # Without one size of all batches (`batch_rebalance`), rows are dealt out before.
+    if not isinstance(shard, BatchSamplerShard) or shard.drop_last or shard.batch_size is None:
         return -1
     processes = 1 if shard.split_batches else shard.num_processes
     return len(loader.dataset) % (shard.batch_size * processes)

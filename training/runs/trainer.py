@@ -149,7 +149,8 @@ class TaughtTrainer(Trainer, ABC):
 
     def get_train_dataloader(self) -> Any:
         """As transformers', without a list of all rows in each process."""
-        return resumable.with_order(super().get_train_dataloader(), self._order)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return resumable.with_order(super().get_train_dataloader(), self._order, seed)
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers'; `dataloader_drop_last` leaves no held-out row out."""

@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from accelerate import PartialState
-from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from datasets import Dataset
-from torch.utils.data import DataLoader, RandomSampler
 from transformers.trainer_utils import get_last_checkpoint
 
 from medusa_heads.config import HeadsConfig
@@ -20,8 +17,6 @@ from medusa_heads.contents import DRAFT_FILE, is_draft
 from medusa_heads.heads import DraftHeads
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
-from medusa_heads.training.hidden.layout import Layout
-from medusa_heads.training.hidden.states import DrawnOrder, ShardLocalOrder
 from medusa_heads.training.runs.draft import train_draft
 from medusa_heads.training.runs.heads import train_heads
 from medusa_heads.training.runs.record import check_same_run
@@ -31,7 +26,6 @@ from medusa_heads.training.runs.resumable import (
     find_start,
     is_whole,
     last_checkpoint,
-    with_order,
 )
 from tests.training.runs.test_heads import quick
 
@@ -257,44 +251,3 @@ def test_a_draft_run_that_was_killed_in_its_last_save_goes_on(
     given["resume_from_checkpoint"] = None
     train_draft(target, make_rows(4), eval_dataset=make_rows(2, seed=7), **given)
     assert is_draft(tmp_path)
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("shards", [None, 1, 4])
-def test_rows_come_in_accelerates_order_also_where_a_later_pass_is_resumed(
-    processes: int, shards: int | None
-) -> None:
-    """In one shard, and without a cache, it is that of accelerate's own sampler."""
-    PartialState()
-    torch.manual_seed(3)
-    rows = 16
-
-    def order(count: int, seed: int) -> DrawnOrder:
-        if shards is None:
-            return DrawnOrder(count, seed)
-        return ShardLocalOrder(Layout(count, 1, count // shards, seed, "float32"), seed)
-
-    def loader(*, own: bool) -> Any:
-        numbers: Any = list(range(rows))
-        plain: Any = DataLoader(numbers, batch_size=2, sampler=RandomSampler(numbers))
-        made = prepare_data_loader(
-            plain,
-            num_processes=processes,
-            process_index=0,
-            use_seedable_sampler=True,
-            put_on_device=False,
-        )
-        return with_order(made, order) if own else made
-
-    def read(loader: Any, number: int) -> list[list[int]]:
-        loader.set_epoch(number)
-        return [batch.tolist() for batch in loader]
-
-    whole = loader(own=True)
-    passes = [read(whole, number) for number in range(3)]
-    if shards != 4:
-        plain = loader(own=False)
-        assert passes == [read(plain, number) for number in range(3)]
-    resumed = loader(own=True)
-    assert read(skip_first_batches(resumed, 2), 1) == passes[1][2:] != passes[0][2:]
-    assert read(resumed, 2) == passes[2]
