@@ -31,8 +31,9 @@ def run_together(
     ends_alone: bool = False,
 ) -> None:
     """`train-heads` with each of these flags, one run after the other, in so many processes at
-    once and in the environment of a launch; perhaps they die in a step. Where one ends badly, the
-    others are killed, unless they must end by themselves. Raises Failed."""
+    once and in the environment of a launch; perhaps they die in a step. Each says what it finds in
+    the folder of a run that has ended. Where one ends badly, the others are killed, unless they
+    must end by themselves. Raises Failed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     folder.mkdir()
@@ -84,6 +85,7 @@ def _train(
     for flags in runs:
         if code := main(list(flags)):
             sys.exit(code)
+        print("left:", *sorted(os.listdir(flags[flags.index("--output_dir") + 1])), flush=True)
     dist.destroy_process_group()
 
 

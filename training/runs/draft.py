@@ -128,7 +128,8 @@ def train_draft(
         **run.hooks,
     )
     trained, prediction = run.learn(trainer, "draft model was")
-    if trainer.is_world_process_zero():
+
+    def write() -> None:
         measured, story = prediction.metrics or {}, run.story()
         kept = ("eval_acceptance", "eval_agreement", "eval_tokens_per_step")
         save_draft(
@@ -142,6 +143,8 @@ def train_draft(
             provenance=story,
         )
         run.write_figures(trainer, trained, measured, story)
+
+    run.end(write)
     return model
 
 

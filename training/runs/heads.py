@@ -181,33 +181,37 @@ def train_heads(
         trained, measured = run.learn(trainer, "heads were", with_adapter=joint is None)
         ranks_BTK = torch.as_tensor(measured.predictions)
         statistics = rank_statistics(ranks_BTK)
-        if trainer.is_world_process_zero() or is_sharded(run.target):  # which all run together
-            calibrations = calibrate(statistics, heads, hidden_states, run.data.held_out)
-        if not trainer.is_world_process_zero():
-            return heads
-        if trainer.args.report_to:
-            trainer.log(calibration_figures(calibrations))
-        story = run.story()
-        save_heads(
-            run.output,
-            heads,
-            run.target,
-            statistics=statistics,
-            provenance=story,
-            adapter=adapter,
-            with_vocab_matrix=with_vocab_matrix,
+        asked = trainer.is_world_process_zero() or is_sharded(run.target)  # which all run together
+        calibrations = in_all(
+            lambda: calibrate(statistics, heads, hidden_states, run.data.held_out) if asked else []
         )
-    metrics = run.write_figures(trainer, trained, measured.metrics or {}, story)
-    report = make_report(
-        statistics,
-        ranks_BTK,
-        calibrations,
-        heads=heads.config.to_dict(),
-        target=run.target.name_or_path,
-        metrics=metrics,
-        log=trainer.state.log_history,
-    )
-    write_report(run.output, report)
+
+        def write() -> None:
+            if trainer.args.report_to:
+                trainer.log(calibration_figures(calibrations))
+            story = run.story()
+            save_heads(
+                run.output,
+                heads,
+                run.target,
+                statistics=statistics,
+                provenance=story,
+                adapter=adapter,
+                with_vocab_matrix=with_vocab_matrix,
+            )
+            metrics = run.write_figures(trainer, trained, measured.metrics or {}, story)
+            report = make_report(
+                statistics,
+                ranks_BTK,
+                calibrations,
+                heads=heads.config.to_dict(),
+                target=run.target.name_or_path,
+                metrics=metrics,
+                log=trainer.state.log_history,
+            )
+            write_report(run.output, report)
+
+        run.end(write)
     return heads
 
 

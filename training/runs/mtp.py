@@ -111,11 +111,14 @@ def train_mtp(
     before = trainer.predict(run.data.held_out, metric_key_prefix="eval").metrics or {}
     trained, prediction = run.learn(trainer, "modules were")
     unrolled.restore_dtypes()
-    if trainer.is_world_process_zero():
+
+    def write() -> None:
         measured, story = prediction.metrics or {}, run.story()
         figures = _figures(measured) | {"before": _figures(before)}
         save_mtp(run.output, modules, run.target, source=source, measured=figures, provenance=story)
         run.write_figures(trainer, trained, measured, story)
+
+    run.end(write)
     return modules
 
 

@@ -7,7 +7,7 @@ import copy
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -37,6 +37,7 @@ from medusa_heads.training.hidden.launched import Sharding
 from medusa_heads.training.hidden.sharding import (
     any_process,
     digest_for_all,
+    in_all,
     is_sharded,
     load_to_spread,
     shard_target,
@@ -156,6 +157,11 @@ class Run:
         # Which would be mistaken for this run's own; last, because they say whose the others are.
         for checkpoint in checkpoints(self.output):
             remove_checkpoint(checkpoint)
+
+    def end(self, write: Callable[[], object]) -> None:
+        """Let the first process write what is left of the run. The others wait until they can read
+        it, and end where it cannot be written."""
+        in_all(write if self.args.process_index == 0 else lambda: None)
 
     def write_figures(
         self,

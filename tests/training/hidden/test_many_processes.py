@@ -64,6 +64,12 @@ def check_equal(found: Path, expected: Path, most: float = 1e-6) -> None:
         torch.testing.assert_close(now[name], tensor, rtol=0, atol=most)
 
 
+def check_left(printed: Path, count: int, last: str, runs: int = 1) -> None:
+    """No process goes on before the first has written what is left of a run."""
+    for rank in range(count):
+        assert (printed / f"{rank}.txt").read_text().count(f" {last}") == runs
+
+
 def loaded(folder: Path) -> dict[str, object]:
     found: dict[str, object] = yaml.safe_load((folder / "run.yaml").read_text())["target_loaded"]
     return found
@@ -88,6 +94,7 @@ def test_so_many_learn_what_one_does(
         assert main(run_of(flags, 1, tmp_path / f"one-{name}", *more)) == 0
     together = [run_of(flags, count, tmp_path / name, *more) for name, more in kinds.items()]
     run_together(count, tmp_path / "printed", together)
+    check_left(tmp_path / "printed", count, "report.json", len(kinds))
     for name in kinds:
         check_equal(tmp_path / name, tmp_path / f"one-{name}")
         figures = json.loads((tmp_path / name / "metrics.json").read_text())
@@ -106,6 +113,7 @@ def test_a_targets_own_modules(flags: list[str], tmp_path: Path) -> None:
     flags = [*flags[:at], *flags[at + 2 :], "--mtp", "--model_name_or_path", str(target)]
     assert main(run_of(flags, 1, tmp_path / "one")) == 0
     run_together(2, tmp_path / "printed", [run_of(flags, 2, tmp_path / "two")])
+    check_left(tmp_path / "printed", 2, "metrics.json")
     found, expected = (load_file(tmp_path / name / MTP_WEIGHTS) for name in ("two", "one"))
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5)
