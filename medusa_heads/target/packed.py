@@ -135,10 +135,12 @@ class PackedMatrices:
                     self._replaced = {}
 
     def _look(self) -> None:
-        layers = {
-            layer: self._packed.get(layer) or PackedLayer(layer, rows)
-            for layer, rows in self._chosen().items()
-        }
+        layers = {}
+        for layer, rows in self._chosen().items():
+            packed = self._packed.get(layer)
+            # Of another dtype it may be for other rows, or have no kernel for some.
+            same = packed is not None and packed.rows == rows
+            layers[layer] = packed if same else PackedLayer(layer, rows)
         self._packed = WeakKeyDictionary(layers)
         for packed in layers.values():
             packed.look()

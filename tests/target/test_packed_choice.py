@@ -205,6 +205,20 @@ def test_layers_of_another_dtype_are_asked_about_alone(tiny_llama: TinyLlama) ->
     assert target.packed is not None and len(target.packed._chosen()) == MATRICES - 1
 
 
+def test_rows_are_those_of_the_dtype_that_layers_have_by_now(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "packed_gain", lambda dtype, *_: 2.0 * has_packed_products(dtype))
+    monkeypatch.setattr(module, "turned_gain", lambda *_: 2.0)
+    target = TargetModel(tiny_llama())
+    for rows in (8, 1):
+        target.new_cache()
+        with torch.no_grad(), calls(target, rows) as made:
+            target.model(torch.arange(rows)[None])
+        assert made
+        target.model.double()  # whose wide matrices are turned for one row, and none is packed
+
+
 def test_sparse_weights_are_left_alone(tiny_llama: TinyLlama) -> None:
     model = tiny_llama()
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.data.to_sparse_csr())
