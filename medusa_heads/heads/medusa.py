@@ -78,7 +78,11 @@ class MedusaHeads(DraftHeads):
         parameter was written to or moved."""
         if torch.compiler.is_compiling() and self._stack is not None:
             return self._stack[1]  # which reads no addresses
-        state = [(tensor.data_ptr(), tensor._version) for tensor in self._all_parameters]
+        # What inference mode has made has no version.
+        state = [
+            (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+            for tensor in self._all_parameters
+        ]
         if self._stack is None or self._stack[0] != state:
             blocks = [list(islice(head, self.config.num_blocks)) for head in self.heads()]
             layers = []

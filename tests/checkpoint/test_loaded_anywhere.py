@@ -1,0 +1,50 @@
+"""Heads are loaded the same in whatever a program has set before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from medusa_heads import HeadsConfig, attach, new_heads
+from medusa_heads.checkpoint.checkpoint import load_heads, save_heads
+from medusa_heads.target.target import TargetModel
+from tests.conftest import TinyLlama
+
+
+@pytest.fixture
+def target(tiny_llama: TinyLlama) -> TargetModel:
+    return TargetModel(tiny_llama())
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "block", "eagle3"])
+def test_loading_draws_no_number_of_a_seed(target: TargetModel, tmp_path: Path, kind: str) -> None:
+    save_heads(tmp_path, new_heads(target, HeadsConfig(kind=kind, num_heads=2)), target)
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    load_heads(tmp_path, target)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_loading_goes_by_no_default_device(target: TargetModel, tmp_path: Path) -> None:
+    save_heads(tmp_path, new_heads(target, HeadsConfig(num_heads=2)), target)
+    with torch.device("meta"):
+        heads = load_heads(tmp_path, target).heads
+    assert {parameter.device.type for parameter in heads.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "block", "eagle3"])
+def test_a_program_that_is_all_in_inference_mode(
+    tiny_llama: TinyLlama, tmp_path: Path, kind: str
+) -> None:
+    target = TargetModel(tiny_llama())
+    save_heads(tmp_path, new_heads(target, HeadsConfig(kind=kind, num_heads=2)), target)
+    ids_1T = torch.arange(8)[None]
+    expected_1T = target.model.generate(ids_1T, max_new_tokens=12, do_sample=False)
+    with torch.inference_mode():
+        medusa = attach(tiny_llama(), tmp_path, tree="static:3")
+        for _ in range(2):
+            got_1T = medusa.generate(ids_1T, max_new_tokens=12, do_sample=False)
+            assert torch.equal(got_1T, expected_1T)
