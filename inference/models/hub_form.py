@@ -16,7 +16,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from medusa_heads.checkpoint.stored_heads import SIDECAR_FILE
@@ -72,9 +71,7 @@ def attached(model: PreTrainedModel, folder: str | os.PathLike[str], **options: 
     state = (written, options, model.device, model.dtype, vocabulary)
     kept = _attachments.setdefault(model, {})
     if str(sidecar) not in kept or kept[str(sidecar)][0] != state:
-        # Fresh heads draw numbers before their weights are loaded: not from the user's seed.
-        with torch.random.fork_rng(devices=[]):
-            medusa = MedusaModel.from_pretrained(folder, target=_HeldWeakly(model), **options)
+        medusa = MedusaModel.from_pretrained(folder, target=_HeldWeakly(model), **options)
         kept[str(sidecar)] = (state, medusa)
     return kept[str(sidecar)][1]
 

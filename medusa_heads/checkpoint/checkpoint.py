@@ -139,7 +139,9 @@ def load_heads(folder: str | os.PathLike[str], target: TargetModel) -> LoadedHea
     check_layers(target.model, stored.config.features or ())
     if stored.adapter is not None:
         _check_adapter(stored.adapter, target, folder)
-    heads = new_heads(target, stored.config, stored.tensors.get(DRAFT_TOKENS))
+    # Fresh heads draw numbers before their weights are loaded: not from the user's seed.
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        heads = new_heads(target, stored.config, stored.tensors.get(DRAFT_TOKENS))
     heads.set_vocab_bias(stored.has_vocab_bias)
     heads.load_state_dict(stored.tensors)
     heads.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
