@@ -3,9 +3,8 @@ answers, and the commit it came from."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +14,7 @@ import torch
 from medusa_heads.contents import refuse_heads
 from medusa_heads.errors import NoModel, first_line
 from medusa_heads.files import expanded, is_path, read_json
-from medusa_heads.hub_probe import hub_failure
+from medusa_heads.hub_probe import asking_hub, on_hub
 from medusa_heads.machine.choice import Choice, as_dtype, choose
 from medusa_heads.machine.devices import find_device
 from medusa_heads.machine.products import Shape, Use
@@ -90,8 +89,8 @@ def load_causal_lm(
         try:
             if isinstance(laid, Mapping):
                 _check_modules(laid, name, options | kwargs | trusted)
-            model = _loader(name, options | kwargs | trusted).from_pretrained(
-                name, dtype=dtype, **trusted, **options | kwargs
+            model, read = _loader(name, options | kwargs | trusted).from_pretrained(
+                name, dtype=dtype, output_loading_info=True, **trusted, **options | kwargs
             )
         except torch.OutOfMemoryError:
             raise
@@ -103,7 +102,8 @@ def load_causal_lm(
                 f"expected a causal language model (a hub id or a local folder) at {name!r}: "
                 + first_line(error)
             ) from error
-    if _on_hub(name):
+    _refuse_made_up(model, read["missing_keys"], name)
+    if on_hub(name):
         model.config._commit_hash = _commit(name, kwargs)
     if getattr(model, "_hf_peft_config_loaded", False):  # an adapter's, which says another name
         model.config._name_or_path, model.config._commit_hash = name, None
@@ -112,6 +112,20 @@ def load_causal_lm(
     if where is not None:
         model.to(where)
     return model
+
+
+def _refuse_made_up(model: PreTrainedModel, missing: Collection[str], name: str) -> None:
+    """Raises ValueError: weights were not read from the model's files, in whose place transformers
+    puts random numbers, as where a classifier has no lm_head."""
+    made_up = sorted({part for part, _ in model.named_parameters()} & set(missing))
+    if made_up:
+        adapted = getattr(model, "_hf_peft_config_loaded", False)
+        raise NoModel(
+            f"expected a causal language model at {name!r}, and transformers does not find "
+            f"{made_up[0]!r} of a {type(model).__name__} in its files: "
+            + ("merge the adapter into its model with peft, and " if adapted else "")
+            + "name a model that was saved whole, with its lm_head"
+        )
 
 
 def stored_form(
@@ -254,25 +268,6 @@ def find_tokenizer(
         if name:
             return load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
     return None
-
-
-@contextmanager
-def asking_hub(name: str, *, never: bool = False) -> Iterator[dict[str, Any]]:
-    """Around a `from_pretrained` of transformers, with options for it. The hub's client tries each
-    file five times, for half a minute, and reports every attempt. A hub that cannot be reached, or
-    `never` is to be, is not asked at all; what was downloaded earlier is still found."""
-    logger = logging.getLogger("huggingface_hub")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        alone = _on_hub(name) and (never or hub_failure() is not None)
-        yield {"local_files_only": True} if alone else {}
-    finally:
-        logger.setLevel(level)
-
-
-def _on_hub(name: str) -> bool:
-    return not is_path(name) and not Path(name).is_dir()
 
 
 def unwrapped(model: PreTrainedModel) -> PreTrainedModel:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from medusa_heads import HeadsConfig, MedusaHeads, TargetModel
 from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.hub.push import prepare_push, push
-from medusa_heads.target.loading import asking_hub
+from medusa_heads.hub_probe import asking_hub
 from tests.hub.conftest import ALICE, BOB
 from tests.hub.hub_api import Refusal
 from tests.hub.hub_server import LocalHub

@@ -9,9 +9,11 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForSequenceClassification, LlamaModel
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
 from medusa_heads.checkpoint.adapter import adapter_digest
@@ -110,13 +112,22 @@ def test_a_device_map_may_lay_out_the_target_of_an_adapter(
     assert any("lora" in name for name, _ in loaded.model.named_parameters())
 
 
-def save_adapter(tiny_llama: TinyLlama, folder: Path) -> str:
+@pytest.mark.parametrize("kind", [LlamaForSequenceClassification, LlamaModel])
+def test_no_weight_is_made_up(kind: type, tiny_llama: TinyLlama, tmp_path: Path) -> None:
+    """transformers gives models without an lm_head a random one, and says so in its log alone."""
+    kind(tiny_llama().config).save_pretrained(tmp_path)
+    with pytest.raises(NoModel, match=r"'lm_head.weight' of a LlamaForCausalLM in its files: name"):
+        TargetModel.from_pretrained(str(tmp_path))
+
+
+def save_adapter(tiny_llama: TinyLlama, folder: Path, **more: Any) -> str:
     """The folder of an adapter that is no zero, beside that of its target."""
     peft = pytest.importorskip("peft")
     tiny_llama().save_pretrained(folder / "target")
     target = TargetModel.from_pretrained(str(folder / "target"))
     settings = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"], "init_lora_weights": False}
-    peft.get_peft_model(target.model, peft.LoraConfig(**settings)).save_pretrained(folder / "lora")
+    config = peft.LoraConfig(**settings, **more)
+    peft.get_peft_model(target.model, config).save_pretrained(folder / "lora")
     return str(folder / "lora")
 
 
@@ -146,6 +157,32 @@ def test_an_adapter_in_memory_gives_its_target_no_name(
     save_heads(tmp_path / "heads", heads, TargetModel(adapted))
     with pytest.raises(ValueError, match="does not name its target: pass target="):
         MedusaModel.from_pretrained(tmp_path / "heads", tree="none")
+
+
+def test_an_adapter_of_any_kind_gives_its_target_no_name(
+    tiny_llama: TinyLlama, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    tiny_llama().save_pretrained(tmp_path)
+    only = {"feedforward_modules": [], "init_ia3_weights": False}
+    for config in (
+        peft.IA3Config(target_modules=["v_proj"], **only),
+        peft.LoHaConfig(target_modules=["v_proj"], init_weights=False),
+    ):
+        base = TargetModel.from_pretrained(str(tmp_path)).model
+        adapted = peft.get_peft_model(base, config)
+        assert describe_target(TargetModel(adapted))["name_or_path"] == ""
+        with adapted.disable_adapter():
+            assert describe_target(TargetModel(adapted))["name_or_path"] == str(tmp_path)
+
+
+def test_an_adapter_that_is_not_read_whole_is_refused(
+    tiny_llama: TinyLlama, tmp_path: Path
+) -> None:
+    """transformers 5.24 leaves DoRA's magnitudes as they were before training."""
+    adapter = save_adapter(tiny_llama, tmp_path, use_dora=True)
+    with pytest.raises(NoModel, match=r"lora_magnitude_vector.* in its files: merge the adapter"):
+        TargetModel.from_pretrained(adapter)
 
 
 def test_an_adapters_tokenizer_is_its_own_or_its_targets(

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from medusa_heads.contents import refuse_adapter, refuse_heads
 from medusa_heads.errors import first_line
 from medusa_heads.files import expanded, read_json
+from medusa_heads.hub_probe import asking_hub
 from medusa_heads.machine.choice import choose
 from medusa_heads.machine.products import Shape
-from medusa_heads.target.loading import asking_hub
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
 

@@ -137,7 +137,7 @@ def _elsewhere(arguments: RegenerateArguments, tokenizer: Any) -> Backend:
         )
     from transformers import AutoConfig, GenerationConfig
 
-    from medusa_heads.target.loading import asking_hub
+    from medusa_heads.hub_probe import asking_hub
 
     name = arguments.model_name_or_path
     trust: dict[str, Any] = {"trust_remote_code": arguments.trust_remote_code}
