@@ -227,6 +227,16 @@ def quiet_peft() -> Iterator[None]:
         yield
 
 
+def is_adapted(model: nn.Module) -> bool:
+    """Whether an adapter of whatever kind is at work in `model`."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    kinds = BaseTunerLayer, AuxiliaryTrainingWrapper
+    adapted: Any = [module for module in model.modules() if isinstance(module, kinds)]
+    return any(each.active_adapters and not each.disable_adapters for each in adapted)
+
+
 def adapter_digest(model: nn.Module) -> str | None:
     """sha256 of what the active LoRA adapters in `model` add to it; None where there is none. Taken
     of bf16-rounded matrices, so that it does not depend on the dtype they are loaded in."""

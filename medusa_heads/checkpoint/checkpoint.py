@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from medusa_heads.checkpoint.adapter import adapter_digest
+from medusa_heads.checkpoint.adapter import adapter_digest, is_adapted
 from medusa_heads.checkpoint.files import ADAPTER_FOLDER
 from medusa_heads.checkpoint.stored_heads import (
     DRAFT_TOKENS,
@@ -59,8 +59,8 @@ def describe_target(target: TargetModel, adapter: PeftModel | None = None) -> di
 
 
 def has_adapter(target: TargetModel) -> bool:
-    """Whether the target carries a LoRA adapter that is at work."""
-    return hasattr(target.model, "peft_config") and adapter_digest(target.model) is not None
+    """Whether the target carries an adapter of peft's that is at work."""
+    return hasattr(target.model, "peft_config") and is_adapted(target.model)
 
 
 def is_named_adapter(target: TargetModel) -> bool:
