@@ -24,7 +24,7 @@ def vocabulary(target: HasVocabulary) -> tuple[Tensor, Tensor | None]:
     lm_head = target.get_output_embeddings()
     _check_merged(lm_head, "lm_head")
     weight_VD = getattr(lm_head, "weight", None)
-    if not _is_plain(weight_VD) or weight_VD.ndim != 2:
+    if not is_plain(weight_VD) or weight_VD.ndim != 2:
         raise ValueError(
             "the target must have an unquantised lm_head of shape [vocab_size, hidden_size], got "
             f"{type(lm_head).__name__}: load the target with its lm_head left out of quantisation"
@@ -33,8 +33,12 @@ def vocabulary(target: HasVocabulary) -> tuple[Tensor, Tensor | None]:
     return weight_VD.detach(), None if bias_V is None else bias_V.detach()
 
 
-def _is_plain(weight: object) -> TypeGuard[Tensor]:
-    return isinstance(weight, Tensor) and weight.is_floating_point()
+def is_plain(weight: object) -> TypeGuard[Tensor]:
+    """Whether this is a tensor of numbers that are not quantised: of integers, in 8 bits, or in
+    parts that show themselves as one tensor (torchao, quanto)."""
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.itemsize == 1:
+        return False
+    return not hasattr(weight, "__tensor_flatten__") or hasattr(weight, "full_tensor")
 
 
 def _check_merged(module: object, name: str) -> None:
@@ -56,7 +60,7 @@ def embeddings(target: HasVocabulary, hidden_size: int) -> Tensor:
     module = model.get_input_embeddings()
     _check_merged(module, "token embeddings")
     weight_VD = getattr(module, "weight", None)
-    if not _is_plain(weight_VD) or weight_VD.shape[1:] != (hidden_size,):
+    if not is_plain(weight_VD) or weight_VD.shape[1:] != (hidden_size,):
         raise ValueError(
             "hydra, block and eagle3 heads and prefix attention need a target with unquantised "
             f"token embeddings as wide as its hidden state of {hidden_size}: use kind 'medusa' "

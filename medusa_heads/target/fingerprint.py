@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from medusa_heads.heads.vocabulary import is_plain
 
 # Tensors and files are read in parts, so that a large one is never held twice, nor copied whole
 # from a GPU.
@@ -17,9 +20,9 @@ _BYTES_AT_ONCE = 1 << 26
 
 def lm_head_sha256(weight_VD: Tensor) -> str | None:
     """sha256 of a vocabulary matrix, rounded to bf16, so that it does not depend on whether the
-    target is loaded in float32 or bf16. None in float16, which keeps too little of small numbers:
-    there a target is known by its sizes alone."""
-    if weight_VD.dtype == torch.float16:
+    target is loaded in float32 or bf16. None in float16, which keeps too little of small numbers,
+    and of a quantised one: there a target is known by its sizes alone."""
+    if weight_VD.dtype == torch.float16 or not is_plain(weight_VD):
         return None
     digest = hashlib.sha256()
     rows_at_once = max(1, _NUMBERS_AT_ONCE // max(1, weight_VD.shape[1]))
@@ -89,4 +92,13 @@ def _weights(model: nn.Module, with_adapter: bool) -> list[tuple[str, Any]]:
             for name, tensor in state.items()
             if ".lora_" not in name
         }
-    return sorted(state.items())
+    return sorted(part for item in state.items() for part in _parts(*item))
+
+
+def _parts(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors that a quantised one of torchao's or quanto's consists of; others are whole."""
+    if not hasattr(tensor, "__tensor_flatten__") or hasattr(tensor, "full_tensor"):
+        yield name, tensor
+        return
+    for part in tensor.__tensor_flatten__()[0]:
+        yield from _parts(f"{name}.{part}", getattr(tensor, part))

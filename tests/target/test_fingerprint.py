@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
+from medusa_heads.heads.vocabulary import vocabulary
 from medusa_heads.target.fingerprint import (
     file_sha256,
     lm_head_sha256,
@@ -89,6 +92,30 @@ def test_sums_notice_any_bit_of_any_tensor(dtype: torch.dtype) -> None:
         bits[0] ^= 1
     whole[0] += 1
     assert weights_sums(model) == before
+
+
+def test_a_quantised_matrix_is_known_by_its_parts() -> None:
+    """As torchao keeps them; TwoTensor is torch's own example of such a tensor."""
+    layer = nn.Linear(WIDTH, ROWS, bias=False)
+    layer.weight = nn.Parameter(TwoTensor(matrix(), matrix()), requires_grad=False)
+    before = weights_sha256(layer), weights_sums(layer)
+    for part in ("a", "b"):
+        getattr(layer.weight, part)[3, 4] += 1
+        assert weights_sha256(layer) != before[0] and weights_sums(layer) != before[1]
+        getattr(layer.weight, part)[3, 4] = matrix()[3, 4]
+    assert (weights_sha256(layer), weights_sums(layer)) == before
+    assert lm_head_sha256(layer.weight) is None
+    with pytest.raises(ValueError, match="must have an unquantised lm_head"):
+        vocabulary(SimpleNamespace(get_output_embeddings=lambda: layer))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_matrix_in_8_bits_is_quantised(dtype: torch.dtype) -> None:
+    weight_VD = matrix().to(dtype)
+    assert lm_head_sha256(weight_VD) is None
+    lm_head = SimpleNamespace(weight=weight_VD)
+    with pytest.raises(ValueError, match="must have an unquantised lm_head"):
+        vocabulary(SimpleNamespace(get_output_embeddings=lambda: lm_head))
 
 
 def test_sums_do_not_depend_on_where_a_tensor_lies() -> None:
