@@ -97,6 +97,7 @@ def load_causal_lm(
         except (
             *(OSError, ValueError, ImportError, RuntimeError),
             *(SafetensorError, StrictDataclassError),
+            *(AttributeError, LookupError, TypeError),  # of a damaged configuration
         ) as error:
             raise NoModel(
                 f"expected a causal language model (a hub id or a local folder) at {name!r}: "

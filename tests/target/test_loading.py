@@ -72,6 +72,17 @@ def test_a_configuration_that_contradicts_itself_is_one_sentence(
         load_tokenizer(str(tmp_path))
 
 
+def test_a_damaged_configuration_of_quantised_weights_is_one_sentence(
+    tiny_llama: TinyLlama, tmp_path: Path
+) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    bits = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": "6"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": bits}))
+    with pytest.raises(NoModel, match=r"expected a causal .*llm_int8_threshold must be a float"):
+        load_causal_lm(str(tmp_path), dtype="auto", trust_remote_code=False)
+
+
 @pytest.mark.parametrize(
     ("device_map", "said"),
     [

@@ -234,6 +234,9 @@ def as_target(
     stays = is_sharded(target) or getattr(target.model, "hf_device_map", None) is not None
     if not stays and target.device != device:  # another GPU is another device
         target.model.to(device)  # type: ignore[arg-type]
+    if getattr(target.model, "hf_quantizer", None) is not None:
+        # compressed-tensors unpacks weights in their first forward, which is no change.
+        target.hidden(torch.zeros(1, 1, dtype=torch.long, device=target.device))
     return target
 
 

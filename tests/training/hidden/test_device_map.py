@@ -47,6 +47,22 @@ def test_a_target_on_another_gpu_comes_to_that_of_the_run(
     assert len(moved) == 1
 
 
+def test_weights_that_the_first_forward_unpacks_are_no_changed_ones(tiny_llama: TinyLlama) -> None:
+    """As those of compressed-tensors: a run would end by saying that its target changed."""
+    model = tiny_llama()
+    model.hf_quantizer = object()
+
+    def unpack(*_: Any) -> None:
+        hook.remove()
+        model.lm_head.weight.data = model.lm_head.weight * 2
+
+    hook = model.register_forward_pre_hook(unpack)
+    target = as_target(model, torch.device("cpu"))
+    before = target.weights_digest()
+    target.hidden(torch.zeros(1, 3, dtype=torch.long))
+    assert target.weights_digest() == before
+
+
 def test_no_more_rows_at_once_where_there_are_more_gpus(
     target: TargetModel, make_rows: Any, tmp_path: Path
 ) -> None:
