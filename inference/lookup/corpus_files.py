@@ -19,6 +19,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from medusa_heads.data.data_files import SUFFIXES, read_rows
+from medusa_heads.data.encoding import Encoder
 from medusa_heads.errors import first_line, warn
 from medusa_heads.files import expanded, remove_leftovers
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
@@ -137,11 +138,11 @@ def _documents(
 
     bar = tqdm(files, desc="Reading the corpus", unit="file", delay=2)
     found = (document for file in bar for document in _documents_of(file, tokenizer, left_out))
-    # How long a target's texts may be is no matter here.
-    options: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
+    encoder = Encoder(tokenizer)
     while batch := list(islice(found, _TOGETHER)):
         texts = [document for document in batch if isinstance(document, str)]
-        encoded = iter(tokenizer(texts, **options)["input_ids"] if texts else [])
+        encoder.choose(texts)
+        encoded = map(encoder(texts, special_tokens=False).row, range(len(texts)))
         for document in batch:
             yield next(encoded) if isinstance(document, str) else document
 

@@ -148,6 +148,11 @@ class Encoder:
             raise Chosen
         return Ragged.joined([encode(part, special_tokens) for part in _in_parts(texts)])
 
+    def choose(self, texts: Sequence[str]) -> None:
+        """Choose the library by the first texts, none of which is encoded whole for that."""
+        if self.is_fast is None:
+            self._engine(texts)
+
     def _engine(self, texts: Sequence[str]) -> Callable[[list[str], bool], Ragged]:
         if self.is_fast is None and not texts:
             return self._usual

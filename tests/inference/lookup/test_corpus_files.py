@@ -14,6 +14,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from medusa_heads import TargetModel
+from medusa_heads.data import encoding
 from medusa_heads.inference.lookup import corpus_files
 from medusa_heads.inference.lookup.corpus_files import find_corpus, index_files, vocabulary_sha256
 from medusa_heads.inference.lookup.corpus_index import CorpusIndex
@@ -41,6 +42,25 @@ def folder(tmp_path: Path) -> Path:
 def continued(index: CorpusIndex, tokenizer: Any, text: str) -> str:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     return str(tokenizer.decode(index.continuation(ids, 40).tokens))
+
+
+def test_large_documents_are_not_encoded_together(
+    folder: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An encoding takes two hundred times the memory of its text."""
+    texts = [f"value_{number} = {number}\n" * 9_000 for number in range(16)]
+    (folder / "rows.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    expected = CorpusIndex.build(tokenizer(texts, add_special_tokens=False)["input_ids"])
+    monkeypatch.setattr(encoding, "_fast_tokenizer", lambda _: None)
+    together, usual = list[int](), type(tokenizer).__call__
+
+    def counted(self: Any, texts: list[str], **options: Any) -> Any:
+        together.append(sum(map(len, texts)))
+        return usual(self, texts, **options)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", counted)
+    assert index_files(folder, tokenizer).digest == expected.digest
+    assert max(together) < (1 << 20) + max(map(len, texts)) < sum(map(len, texts))
 
 
 def test_reads_every_kind_of_file(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
