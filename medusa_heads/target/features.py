@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 AnyReader = TypeVar("AnyReader", bound="HiddenReader")
+AnyRead = TypeVar("AnyRead")
 _OTHERWISE = "leave features out"
 
 
@@ -92,6 +93,17 @@ class Read(NamedTuple):
                 )
             parts.append(out_BTD[:, -tokens:].to(self.hidden_BTD))
         return torch.cat([*parts, self.hidden_BTD], dim=-1)
+
+
+def held(last: list[AnyRead]) -> AnyRead:
+    """The one thing that a forward has left there. Raises UnsupportedArchitecture: none, since it
+    passed over the lm_head's module, as where somebody has put another forward in its place."""
+    if not last:
+        raise UnsupportedArchitecture(
+            "the target's forward does not call its lm_head, off which its hidden states are read",
+            "load the model without what replaces its forward",
+        )
+    return last[0]
 
 
 class Captured:
@@ -192,7 +204,7 @@ class HiddenReader:
             return last[0].hidden_BTD
 
         with self._lm_head_reads(remember):
-            yield lambda: last[0].wide()
+            yield lambda: held(last).wide()
 
     @contextmanager
     def capture_prompt(self) -> Iterator[list[Tensor]]:
@@ -219,7 +231,7 @@ class HiddenReader:
             return read.hidden_BTD[:, :0]
 
         with self._lm_head_reads(take):
-            yield lambda: last[0].wide()
+            yield lambda: held(last).wide()
 
     @contextmanager
     def _lm_head_reads(self, change: Callable[[Read], Tensor]) -> Iterator[None]:

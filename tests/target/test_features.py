@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +55,31 @@ def test_forwards_of_other_threads_are_neither_read_nor_changed(model: Any) -> N
         own = last()
         assert torch.equal(elsewhere(), alone)
         assert len(prompt) == 1 and torch.equal(last(), own)
+
+
+def test_a_forward_that_passes_over_the_lm_head_is_told(short: Any) -> None:
+    """As that of libraries which patch models, and multiply by its weight themselves."""
+
+    def patched(input_ids: Tensor, **given: Any) -> Any:
+        out = short.model(input_ids, **given)
+        return SimpleNamespace(logits=out.last_hidden_state @ short.lm_head.weight.T)
+
+    short.forward = patched
+    target = TargetModel(short)
+    with pytest.raises(UnsupportedArchitecture, match="does not call its lm_head"):
+        target.hidden(IDS_BT)
+    with (
+        target.capture_hidden() as last,
+        pytest.raises(UnsupportedArchitecture, match="does not call its lm_head"),
+    ):
+        short(IDS_BT)
+        last()
+    compiled = CompiledTarget(short)
+    with (
+        compiled.capture_hidden() as last,
+        pytest.raises(UnsupportedArchitecture, match="does not call its lm_head"),
+    ):
+        last()
 
 
 @pytest.mark.parametrize("layers", [(0,), (0, 2), (2, 1, 0)])

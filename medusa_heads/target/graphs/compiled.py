@@ -24,7 +24,7 @@ from medusa_heads.machine.devices import nothing_collected
 from medusa_heads.machine.graphs import NotingBackend, look, many_graphs, no_graph, noted
 from medusa_heads.target.attention import TreeMask, compiled_tree_attention
 from medusa_heads.target.cache import RowCache
-from medusa_heads.target.features import Captured, Read, check_layers, watch
+from medusa_heads.target.features import Captured, Read, check_layers, held, watch
 from medusa_heads.target.graphs.static_cache import (
     StaticRecurrentCache,
     StaticRowCache,
@@ -160,7 +160,7 @@ class CompiledTarget(TargetModel):
         captured = self._captured
 
         def wide() -> Tensor:
-            read = Read.of(captured.hidden[0], self.features, captured.outputs)
+            read = Read.of(held(captured.hidden), self.features, captured.outputs)
             # A copy: a replayed CUDA graph writes the next step's where these lie, and drafters may
             # read those of several steps at once.
             return read.wide() if self.features else read.hidden_BTD.clone()
