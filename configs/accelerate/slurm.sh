@@ -25,6 +25,8 @@ if grep -q '^parallelism_config:' "$LAUNCH"; then # a copy of the target in each
 fi
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
+# Of the 300 seconds of --signal; torch's launcher would kill after 30 what has not ended.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-270}
 # bash before 4.4 takes an empty array for one that was never set.
 # SLURM_NODEID is each node's own: it must be read there, not here.
 srun --kill-on-bad-exit=1 bash -c 'exec accelerate launch --machine_rank "$SLURM_NODEID" "$@"' _ \

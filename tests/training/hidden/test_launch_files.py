@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import stat
 import subprocess
@@ -75,7 +76,7 @@ def test_the_slurm_script_starts_a_launcher_on_each_node(
     programs = {
         "scontrol": 'printf "node%s\\n" 7 8 9',
         "srun": 'shift; SLURM_NODEID=2 "$@"',  # as on the last of three nodes
-        "accelerate": 'printf "%s\\n" "$@"',
+        "accelerate": 'printf "%s\\n" "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" "$@"',
     }
     for program, does in programs.items():
         path = tmp_path / program
@@ -94,8 +95,10 @@ def test_the_slurm_script_starts_a_launcher_on_each_node(
         text=True,
         check=True,
     )
-    verb, *arguments = done.stdout.splitlines()
+    patience, verb, *arguments = done.stdout.splitlines()
     assert verb == "launch"
+    (told,) = re.findall(r"--signal=TERM@(\d+)", SCRIPT.read_text())
+    assert 240 <= int(patience) < int(told), "the launcher kills what has not ended by then"
     found = launched(arguments, monkeypatch)
     assert (found.machine_rank, found.num_machines, found.num_processes) == (2, 3, 12)
     assert (found.main_process_ip, found.main_process_port) == ("node7", 23456)
