@@ -22,6 +22,8 @@ from medusa_heads.training.runs.resumable import find_best, forget_best
 
 logger = logging.getLogger(__name__)
 
+_HANDED_ON = 5.0  # seconds from a SIGTERM to the same one, by way of a launcher
+
 
 class StopInTime(EarlyStoppingCallback):
     """transformers' early stopping, which a resumed run takes up where it was interrupted, with the
@@ -67,7 +69,8 @@ class Interruptions(TrainerCallback):
     """Checkpoints that a run can be resumed from exactly, also after SIGTERM.
 
     - On SIGTERM the step in hand is finished, and evaluated where that is due, a checkpoint
-      written, and the process ends with exit code 143. A second SIGTERM ends it at once.
+      written, and the process ends with exit code 143. A second SIGTERM ends it at once, unless it
+      comes right behind the first: a launcher hands on what its processes got as well.
       transformers' `enable_jit_checkpoint` saves in the middle of a step, and goes on as if
       training had come to its end.
     - A loss line comes with every checkpoint, and with every evaluation, behind which one may be
@@ -77,7 +80,7 @@ class Interruptions(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self._told = False
+        self._told: float | None = None  # when
         self._stopping = False
         self._handler_before: Any = None
 
@@ -87,14 +90,17 @@ class Interruptions(TrainerCallback):
             self._handler_before = signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def _on_sigterm(self, *_: Any) -> None:
-        self._told = True
-        signal.signal(signal.SIGTERM, self._handler_before or signal.SIG_DFL)
+        if self._told is None:
+            self._told = time.monotonic()
+        elif time.monotonic() - self._told > _HANDED_ON:
+            signal.signal(signal.SIGTERM, self._handler_before or signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step >= state.max_steps:
             control.should_evaluate |= args.eval_strategy == IntervalStrategy.STEPS
             control.should_save |= args.save_strategy == SaveStrategy.STEPS
-        self._stopping = any_process(self._told, args.device)  # all after the same step
+        self._stopping = any_process(self._told is not None, args.device)  # all after the same step
         # An epoch's evaluation comes behind its last step, and is not made up for later.
         ends_epoch = state.epoch % 1 == 0 or state.global_step >= state.max_steps
         if self._stopping and not (ends_epoch and args.eval_strategy == IntervalStrategy.EPOCH):
@@ -121,7 +127,7 @@ class Interruptions(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Hand SIGTERM back, also one that came too late to stop a step."""
         self.hand_back()
-        if self._told:
+        if self._told is not None:
             signal.raise_signal(signal.SIGTERM)
 
     def hand_back(self) -> None:

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from medusa_heads.cli.flags.arguments import run_command
+from medusa_heads.training.runs import callbacks
 
 
 def test_interruption_and_faults_of_the_program(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,3 +107,17 @@ def test_a_program_that_handles_sigterm_goes_on_handling_it() -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert seen == [signal.SIGTERM]
+
+
+def test_a_later_sigterm_ends_a_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one right behind the first does not: a launcher hands on what its processes got too."""
+    raised: list[int] = []
+    monkeypatch.setattr(signal, "raise_signal", raised.append)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    run = callbacks.Interruptions()
+    run._on_sigterm()
+    run._on_sigterm()
+    assert raised == []
+    monkeypatch.setattr(callbacks, "_HANDED_ON", -1.0)
+    run._on_sigterm()
+    assert raised == [signal.SIGTERM]

@@ -269,7 +269,7 @@ def test_sigterm_ends_with_a_checkpoint_that_goes_on_exactly(
 
     expected_curve, expected = run("whole")
     with pytest.raises(SystemExit) as stopped:
-        run("told", Send(told))
+        run("told", Send(told), Send(told))  # the second is the same, handed on by a launcher
     assert stopped.value.code == 143
     checkpoint = last_checkpoint(tmp_path / "told")
     assert checkpoint == tmp_path / "told" / f"checkpoint-{told}" and is_whole(checkpoint)
