@@ -81,7 +81,7 @@ def decode(
         beginning.read_prompts(last_hidden, stats)
         # Cheaper than no_grad by several percent of a small target's step. Not where accelerate
         # moves weights in the middle of a forward: they would be left as inference tensors.
-        with torch.inference_mode(not hasattr(target.model, "_hf_hook")):
+        with torch.no_grad() if hasattr(target.model, "_hf_hook") else torch.inference_mode():
             plain = recorder is None and exchange is None
             if plain and beginning.in_whole_steps:
                 on_device = device_loop(target, drafter, rule, state, beginning.ends)

@@ -203,9 +203,10 @@ class RunningBatch:
         for key, batch in list(self._batches.items()):
             # A model's own code may raise anything, and other batches go on.
             with suppress(Exception), self._unbroken(key):
+                moved = hasattr(self._target.model, "_hf_hook")
                 with (
                     self._lock,
-                    torch.inference_mode(not hasattr(self._target.model, "_hf_hook")),
+                    torch.no_grad() if moved else torch.inference_mode(),
                     self._target.capture_hidden() as last_hidden,
                 ):
                     rule, state = batch.beginning.rule, batch.state

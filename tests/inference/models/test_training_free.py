@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from transformers import AutoModelForImageTextToText, LogitsProcessor, LogitsProcessorList
 
 from medusa_heads import TargetModel
@@ -260,3 +261,20 @@ def test_multimodal_targets_write_text_of_text(multimodal: Any) -> None:
     got: Any = model.generate(prompt, **options)
     assert torch.equal(got, expected)
     assert model.last_stats is not None and model.last_stats.tokens_per_step > 2
+
+
+def test_a_target_that_accelerate_moves_while_its_weights_want_gradients(
+    tiny_llama: TinyLlama,
+) -> None:
+    ids_1T = torch.arange(3, 9)[None]
+    expected = reference(tiny_llama(), inputs=ids_1T, max_new_tokens=12, do_sample=False)
+    model = tiny_llama().requires_grad_(True)  # as transformers loads one
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    drafted = TrainingFreeModel(model, "recycling")
+    text = drafted.generate(ids_1T, max_new_tokens=12, do_sample=False)
+    assert torch.equal(text, expected)
+    batch = drafted.running_batch()
+    row = batch.add(ids_1T, max_new_tokens=12, do_sample=False)
+    while batch.rows:
+        assert batch.step() == {}
+    assert row.tokens == expected[0, 6:].tolist()
