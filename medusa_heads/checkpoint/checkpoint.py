@@ -135,6 +135,11 @@ def load_heads(folder: str | os.PathLike[str], target: TargetModel) -> LoadedHea
     damaged or ill-fitting checkpoint, or another target's, or one whose heads belong to an adapter
     that the target does not carry."""
     stored = read_stored(folder)
+    if target.get_output_embeddings().weight.is_meta:
+        raise ValueError(
+            "accelerate keeps the target's lm_head elsewhere, until a forward wants it, and heads "
+            "read it as it lies: load the target whole on one device, without offloading"
+        )
     check_target(stored, target.fingerprint(), "pass")
     check_layers(target.model, stored.config.features or ())
     if stored.adapter is not None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import cpu_offload
 
 from medusa_heads import HeadsConfig, attach, new_heads
 from medusa_heads.checkpoint.checkpoint import load_heads, save_heads
@@ -48,3 +49,13 @@ def test_a_program_that_is_all_in_inference_mode(
         for _ in range(2):
             got_1T = medusa.generate(ids_1T, max_new_tokens=12, do_sample=False)
             assert torch.equal(got_1T, expected_1T)
+
+
+def test_a_target_whose_lm_head_is_elsewhere_is_refused(
+    tiny_llama: TinyLlama, target: TargetModel, tmp_path: Path
+) -> None:
+    save_heads(tmp_path, new_heads(target, HeadsConfig(num_heads=2)), target)
+    model = tiny_llama()
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="keeps the target's lm_head elsewhere"):
+        attach(model, tmp_path)
