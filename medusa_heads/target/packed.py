@@ -138,9 +138,9 @@ class PackedMatrices:
         layers = {}
         for layer, rows in self._chosen().items():
             packed = self._packed.get(layer)
-            # Of another dtype it may be for other rows, or have no kernel for some.
-            same = packed is not None and packed.rows == rows
-            layers[layer] = packed if same else PackedLayer(layer, rows)
+            if packed is None or packed.rows != rows:  # as of another dtype, with other kernels
+                packed = PackedLayer(layer, rows)
+            layers[layer] = packed
         self._packed = WeakKeyDictionary(layers)
         for packed in layers.values():
             packed.look()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ def target(tiny_llama: TinyLlama) -> TargetModel:
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "block", "eagle3"])
-def test_loading_draws_no_number_of_a_seed(target: TargetModel, tmp_path: Path, kind: str) -> None:
+def test_loading_draws_no_number_of_a_seed(target: TargetModel, tmp_path: Path, kind: Any) -> None:
     save_heads(tmp_path, new_heads(target, HeadsConfig(kind=kind, num_heads=2)), target)
     torch.manual_seed(7)
     expected = torch.rand(3)
@@ -38,16 +39,17 @@ def test_loading_goes_by_no_default_device(target: TargetModel, tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "block", "eagle3"])
 def test_a_program_that_is_all_in_inference_mode(
-    tiny_llama: TinyLlama, tmp_path: Path, kind: str
+    tiny_llama: TinyLlama, tmp_path: Path, kind: Any
 ) -> None:
     target = TargetModel(tiny_llama())
     save_heads(tmp_path, new_heads(target, HeadsConfig(kind=kind, num_heads=2)), target)
     ids_1T = torch.arange(8)[None]
-    expected_1T = target.model.generate(ids_1T, max_new_tokens=12, do_sample=False)
+    model: Any = target.model
+    expected_1T = model.generate(ids_1T, max_new_tokens=12, do_sample=False)
     with torch.inference_mode():
         medusa = attach(tiny_llama(), tmp_path, tree="static:3")
         for _ in range(2):
-            got_1T = medusa.generate(ids_1T, max_new_tokens=12, do_sample=False)
+            got_1T: Any = medusa.generate(ids_1T, max_new_tokens=12, do_sample=False)
             assert torch.equal(got_1T, expected_1T)
 
 

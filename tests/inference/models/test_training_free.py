@@ -271,7 +271,7 @@ def test_a_target_that_accelerate_moves_while_its_weights_want_gradients(
     model = tiny_llama().requires_grad_(True)  # as transformers loads one
     cpu_offload(model, execution_device=torch.device("cpu"))
     drafted = TrainingFreeModel(model, "recycling")
-    text = drafted.generate(ids_1T, max_new_tokens=12, do_sample=False)
+    text: Any = drafted.generate(ids_1T, max_new_tokens=12, do_sample=False)
     assert torch.equal(text, expected)
     batch = drafted.running_batch()
     row = batch.add(ids_1T, max_new_tokens=12, do_sample=False)
