@@ -58,7 +58,7 @@ from medusa_heads.training.runs.trainer import TaughtTrainer
 logger = logging.getLogger(__name__)
 
 Names = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-GivenTarget = str | TargetModel | PreTrainedModel
+GivenTarget = str | os.PathLike[str] | TargetModel | PreTrainedModel
 GivenText: TypeAlias = Dataset | IterableDataset | TrainingData | Names
 
 
@@ -87,6 +87,7 @@ class Run:
         self.args.output_dir = str(self.output)
         use_one_gpu(self.args)  # by which batches are counted, also of states that are cached
         self._overwrite = overwrite = overwrite_output_dir
+        target = os.fspath(target) if isinstance(target, os.PathLike) else target
         name = target if isinstance(target, str) else target.name_or_path or ""
         self.checkpoint = find_start(self.output, resume_from_checkpoint, name, overwrite=overwrite)
         self.pace = Pace()
@@ -217,7 +218,9 @@ def _watchers(args: TrainingArguments, patience: int | None) -> list[TrainerCall
 
 
 def as_target(
-    target: GivenTarget, device: torch.device, sharding: Sharding | None = None
+    target: str | TargetModel | PreTrainedModel,
+    device: torch.device,
+    sharding: Sharding | None = None,
 ) -> TargetModel:
     """The target, frozen and on the device of the run, or spread over its processes. Raises
     ValueError: there is no such target, or it cannot be spread."""

@@ -108,3 +108,17 @@ def test_heads_are_refused_without_their_adapter(trained: Path, target_folder: P
     shutil.rmtree(trained / "adapter")
     with pytest.raises(ValueError, match="copy the whole checkpoint folder"):
         MedusaModel.from_pretrained(trained)
+
+
+def test_a_targets_folder_may_be_a_path(
+    target_folder: Path, make_rows: Rows, tmp_path: Path
+) -> None:
+    train_heads(
+        target_folder,
+        make_rows(4),
+        eval_dataset=make_rows(2, seed=9),
+        config=HeadsConfig(num_heads=1),
+        output_dir=tmp_path / "run",
+        training_args=arguments(tmp_path, max_steps=1),
+    )
+    assert MedusaModel.from_pretrained(tmp_path / "run").target.name_or_path == str(target_folder)
