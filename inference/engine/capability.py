@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 
+from medusa_heads.agreement import TOLERANCE, is_half
 from medusa_heads.errors import UnsupportedArchitecture, warn
 from medusa_heads.inference.engine.probe import (
     CHAIN,
@@ -130,6 +131,11 @@ def _is(*kinds: str) -> Callable[[TargetModel], bool]:
 
 
 Check = Callable[[TargetModel], bool]
+# Of torchao, compressed-tensors, fp8 in blocks, and bitsandbytes.
+_ROUNDED = (
+    *("DynamicActivation", "'input_activations': {", "'activation_scheme': '"),
+    "'load_in_8bit': True",
+)
 
 # Targets that verify nothing: why, and what to do instead.
 _NOTHING: Sequence[tuple[Check, str, str]] = (
@@ -188,16 +194,42 @@ def _examine(target: TargetModel) -> Capability:
         _warn_of_chains(kind, "it keeps a recurrent state, which follows one path at a time")
         return "recurrent"
     reason = next((why for applies, why in _NO_TREE if applies(target)), None)
-    with few_rows_chosen(target):
-        reason = reason or Prober(target).probe(TREE).fault(target.dtype)
+    dtype = target.dtype
+    if reason is None:
+        with few_rows_chosen(target):
+            tree = (prober := Prober(target)).probe(TREE)
+            fails = tree.fault(dtype) is not None
+            if not is_half(dtype) and (_says_it_rounds(target) or (fails and _rounds(prober))):
+                dtype = torch.bfloat16
+                warn(
+                    f"{kind} rounds activations within its forward: where two tokens are nearly as "
+                    "likely its text may differ from generate()'s, as in half precision",
+                    above=4,
+                )
+        reason = tree.fault(dtype)
     if reason is None:
         return "tree"
-    if (fault := Prober(target).probe(CHAIN).fault(target.dtype)) is not None:
+    if (fault := Prober(target).probe(CHAIN).fault(dtype)) is not None:
         raise UnsupportedArchitecture(
             f"{kind} cannot verify drafts exactly (as a tree, {reason}; as a chain, {fault})"
         )
     _warn_of_chains(kind, reason)
     return "chain"
+
+
+def _rounds(prober: Prober) -> bool:
+    """Whether forwards of a target in full precision differ from one another as those in half
+    precision do, with no tree in them."""
+    whole, half = TOLERANCE
+    return whole < prober.own_error() <= half
+
+
+def _says_it_rounds(target: TargetModel) -> bool:
+    """Whether activations are quantised by its configuration. A step of 8 bits is hardly ever
+    crossed within a short text, so that the numbers would seldom tell."""
+    how: Any = getattr(target.model.config, "quantization_config", None)
+    said = how.to_dict() if hasattr(how, "to_dict") else how
+    return any(word in repr(said) for word in _ROUNDED)
 
 
 def _warn_of_chains(kind: str, reason: str) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import StoppingCriteriaList
 
 from medusa_heads.agreement import TOLERANCE, is_half, relative_error
+from medusa_heads.cache_names import cache_of
 from medusa_heads.config import RankPath
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.engine.recurrent import decoding_state
@@ -34,6 +35,7 @@ _LARGEST_WINDOW_PROBED = 128
 # changes nothing of it, or 1e-6 where an expert is handed another number of tokens. One scale for
 # all activations in 8 bits shifts even tiny narrow models by 5e-3, a mask not followed by 0.1.
 _LEAK_TOLERANCE = (1e-4, 2e-3)
+_PATH = 4  # tokens
 _NO_EFFECT = 1e-6  # of a plain forward: tokens that were never trained may all be embedded alike
 
 
@@ -153,6 +155,24 @@ class Prober:
                     effect = float("inf")
                 effects.append(effect)
         return Probe(max(errors), max(leaks), min(effects))
+
+    @torch.no_grad()
+    def own_error(self) -> float:
+        """By how much the target's own forwards differ, in standard deviations of the logits: of
+        tokens that are read one by one, and of the whole text."""
+        tokens_1T, past = self._nodes_1N[:, :_PATH], self._prompt_1T.shape[1]
+        text_1T = torch.cat([self._prompt_1T, tokens_1T], dim=1)
+        positions = _positions(self._target, text_1T)
+        cache: Any = None
+        logits: list[Tensor] = []
+        for new in (slice(past), *(slice(end, end + 1) for end in range(past, past + _PATH))):
+            at: dict[str, Any] = {name: of_1T[:, new] for name, of_1T in positions.items()}
+            if cache is not None:
+                at[self._target.cache_argument] = cache
+            output: Any = self._target.model(text_1T[:, new], use_cache=True, **at)
+            cache = cache_of(output)
+            logits.append(output.logits[0, -1:].float())
+        return relative_error(torch.cat(logits[1:]), self._read(tokens_1T)[0])
 
     def _verified(self, shape: TreeShape, tokens_1N: Tensor) -> Tensor:
         """Logits [N, V] of every node."""

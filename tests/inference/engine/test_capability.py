@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     BloomConfig,
+    FineGrainedFP8Config,
     GPTNeoConfig,
     MixtralConfig,
     MoshiConfig,
@@ -194,10 +195,17 @@ class OneScale(torch.nn.Linear):
         return super().forward(((x / scale).round() * scale).to(x.dtype))
 
 
-def with_one_scale(model: Any) -> Any:
+class CoarseScale(torch.nn.Linear):
+    """As far off as one that rounds coarsely, by how many tokens it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * (1 + 0.01 * (x.shape[-2] % 5)))
+
+
+def with_linear(model: Any, kind: type[torch.nn.Linear]) -> Any:
     for module in model.model.modules():
         if type(module) is torch.nn.Linear:
-            module.__class__ = OneScale
+            module.__class__ = kind
     return model
 
 
@@ -206,9 +214,36 @@ def with_one_scale(model: Any) -> Any:
 def test_one_scale_for_all_tokens_is_refused(
     tiny_llama: TinyLlama, dtype: torch.dtype, width: float
 ) -> None:
-    model = with_one_scale(narrow(tiny_llama(), width).to(dtype))
+    model = with_linear(narrow(tiny_llama(), width).to(dtype), OneScale)
     with pytest.raises(UnsupportedArchitecture, match=r"must not see|plain decoding"):
         capability(TargetModel(model))
+
+
+def test_rounding_within_a_forward_is_said(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As exact as half precision, and no chain."""
+    with pytest.warns(UserWarning, match="rounds activations within.*as in half precision"):
+        assert capability(TargetModel(with_linear(tiny_llama(), CoarseScale))) == "tree"
+    # Where the tree's mask is not followed as well, that is seen all the same.
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, "sdpa", sdpa_mask)
+    with pytest.warns(UserWarning, match="not a tree: "):
+        assert capability(TargetModel(with_linear(tiny_llama(seed=1), CoarseScale))) == "chain"
+
+
+@pytest.mark.parametrize(
+    "how", [FineGrainedFP8Config(), BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)]
+)
+@pytest.mark.filterwarnings("error")
+def test_rounding_that_a_configuration_says_is_said(tiny_llama: TinyLlama, how: Any) -> None:
+    model = tiny_llama()
+    model.config.quantization_config = how
+    with pytest.warns(UserWarning, match="rounds activations within.*as in half precision"):
+        assert capability(TargetModel(model)) == "tree"
+    assert capability(TargetModel(model.to(torch.bfloat16))) == "tree"  # in silence
+    four = tiny_llama()
+    four.config.quantization_config = BitsAndBytesConfig(load_in_4bit=True)
+    assert capability(TargetModel(four)) == "tree"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
