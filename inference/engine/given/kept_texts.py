@@ -56,8 +56,7 @@ class KeptTexts:
         needed = length * self._slot_bytes
         if not self._serves or length < _LEAST or needed > self._most_bytes:
             return
-        with torch.inference_mode():  # in which the row may have grown
-            ids_T = row.ids_1T()[0, :length].cpu().numpy()
+        ids_T = row.ids_1T()[0, :length].cpu().numpy()
         # One that this text goes on from is no longer needed, nor is this where another does.
         common = {text: _in_common(text.ids_T, ids_T) for text in self._texts}
         self._texts = [text for text in self._texts if common[text] < len(text.ids_T)]
