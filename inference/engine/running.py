@@ -27,8 +27,10 @@ from medusa_heads.inference.engine.beginning import Beginning
 from medusa_heads.inference.engine.capability import capability, why_alone
 from medusa_heads.inference.engine.decoding import take_step
 from medusa_heads.inference.engine.given.kept_texts import KeptTexts
+from medusa_heads.inference.engine.given.media import is_said, names_of_media
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.stats import GenerationStats
+from medusa_heads.target.cache import RowCache
 from medusa_heads.target.graphs.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 
@@ -136,17 +138,21 @@ class RunningBatch:
             raise ValueError("a row that joins shares its cache with others: pass none")
         model: Any = self._target.model
         length = input_ids_1T.shape[1]
-        begun = self.kept.begin(input_ids_1T[0].tolist(), length + self._spare())
+        # What is read beside an image is not said by tokens alone.
+        media = any(is_said(options.get(name)) for name in names_of_media(model))
+        begun = None
+        if not media:
+            begun = self.kept.begin(input_ids_1T[0].tolist(), length + self._spare())
         held = 0 if begun is None else begun.get_seq_length()
-        if held:
-            options[self._target.cache_argument] = begun
         # Its own: other threads of the process may draw numbers meanwhile.
         random = None if seed is None else torch.Generator().manual_seed(seed)
         with self._lock:
             row: Row = model.generate(
                 input_ids_1T,
                 attention_mask=torch.ones_like(input_ids_1T),
-                custom_generate=partial(self._join, streamer=streamer, random=random),
+                custom_generate=partial(
+                    self._join, begun=begun, keeps=not media, streamer=streamer, random=random
+                ),
                 **options,
             )
         row.begun = held
@@ -160,12 +166,17 @@ class RunningBatch:
         *,
         logits_processor: LogitsProcessorList,
         synced_gpus: bool = False,
+        begun: RowCache | None,
+        keeps: bool,
         **prepared: Any,
     ) -> Row:
         if len(input_ids) > 1:
             raise ValueError(
                 "a row that joins is one text: leave num_beams and num_return_sequences out"
             )
+        if begun is not None:  # in place of the empty one that generate() has made
+            take_cache(prepared)
+            prepared[self._target.cache_argument] = begun
         together = look_at_one_row(logits_processor)
         beginning = Beginning(
             self._target,
@@ -178,7 +189,7 @@ class RunningBatch:
         )
         state = beginning.state
         (row,) = state.rows
-        row.leaves = self.kept.keep
+        row.leaves = self.kept.keep if keeps else None
         with self._target.capture_hidden() as last_hidden:
             beginning.read_prompts(last_hidden, self.stats)
         if row.done:

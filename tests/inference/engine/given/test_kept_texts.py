@@ -84,6 +84,14 @@ def test_a_conversation_goes_on_where_it_was(model: Any, options: dict[str, Any]
     assert batch.kept.held_bytes <= batch.row_bytes(prompts[-1] + 12)
 
 
+def test_settings_that_name_the_usual_cache(model: Any) -> None:
+    options = GREEDY | {"cache_implementation": "dynamic"}
+    visitors = conversation(model, 2, options)
+    target = TargetModel(model)
+    batch = RunningBatch(target, planted(visitors, model, target), 2, kept_bytes=PLENTY)
+    check(batch, visitors, model)
+
+
 def test_prompts_with_the_same_instructions(model: Any) -> None:
     """Many begin alike, run side by side, and leave before their end."""
     visitors = [

@@ -87,6 +87,29 @@ def test_rows_with_images_join_a_running_batch(moving: TargetModel) -> None:
         assert row.tokens == expected_1T[0, inputs["input_ids"].shape[1] :].tolist()
 
 
+@pytest.mark.parametrize("kind", [MOVING, "gemma3"])
+def test_tokens_beside_images_are_not_what_was_read(kind: str) -> None:
+    """Of texts alone what was read is kept, and that is read on from, whatever came between."""
+    target = TargetModel(build(kind))
+    plain: Any = target.model
+    given: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    text, image = {"input_ids": torch.arange(20, 60)[None]}, prompts(kind, 1, seed=0, words=24)
+    other = image | {"pixel_values": image["pixel_values"].flip(0, -1)}
+    longer = {"input_ids": torch.arange(20, 63)[None]}
+    asked = [text, image, longer, image, other, blind(image)]
+    batch = TrainingFreeModel(target, "recycling:7").running_batch(2, kept_bytes=10**9)
+    begun = []
+    for inputs in asked:
+        own = {name: value for name, value in inputs.items() if name != "attention_mask"}
+        row = batch.add(own.pop("input_ids"), **own, **given)
+        while batch.rows:
+            assert not batch.step()
+        begun.append(row.begun)
+        expected_1T = plain.generate(**inputs, **given)
+        assert row.tokens == expected_1T[0, inputs["input_ids"].shape[1] :].tolist()
+    assert begun == [0, 0, 40, 0, 0, 0]
+
+
 def test_a_prompt_that_ends_with_an_image_is_refused_where_that_moves(moving: TargetModel) -> None:
     inputs = prompts(MOVING, 1, seed=0)
     end = int((inputs["input_ids"] == 150).nonzero()[-1, 1]) + 1
