@@ -90,6 +90,8 @@ class KeptTexts:
         made = self._target.new_cache(1, slots)
         try:
             for mine, theirs in zip(made.row_layers, cache.row_layers, strict=True):
+                if not theirs.is_initialized:  # it reads images, of which there are none
+                    continue
                 once = len(theirs.members()) == 1  # keys that are the values too
                 keys, values = (of[place : place + 1, :, :length] for of in theirs.buffers())
                 mine.update(keys, keys if once else values)

@@ -134,9 +134,9 @@ def test_heads_that_read_the_text(model: Any, heads: str) -> None:
     check(medusa.running_batch(2, kept_bytes=PLENTY), visitors, model)
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "deepseek_v3", "gpt2"])
+@pytest.mark.parametrize("kind", ["gemma2", "deepseek_v3", "gpt2", "mllama"])
 def test_other_architectures(kind: str) -> None:
-    """Windows, keys that are values too, learnt positions."""
+    """Windows, keys that are values too, learnt positions, layers that read images alone."""
     target = TargetModel(builder(kind)((0.15, 0.15)))
     target.freeze()
     visitors = conversation(target.model, 3)
