@@ -251,6 +251,7 @@ class RunningBatch:
         except BaseException as fault:
             self._batches.pop(key, None)
             for row in rows:
+                row.leaves = None  # whoever keeps the row keeps no texts
                 if not row.done:
                     row.fail(fault)
             raise

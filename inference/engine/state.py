@@ -195,11 +195,11 @@ class DecodingState:
         self.let_go()
 
     def let_go(self) -> None:
-        """Finished rows leave, with what is kept of them; from a cache of fixed shape all at once,
-        when every row is finished."""
+        """Finished rows leave with what is kept of them; of a fixed shape all at once, at last."""
         for i, row in enumerate(self.rows):
             if row.done and row.leaves is not None:
-                row.leaves(row, self.cache, i, self.lengths[i])
+                leaves, row.leaves = row.leaves, None
+                leaves(row, self.cache, i, self.lengths[i])
         active = [i for i, row in enumerate(self.rows) if not row.done]
         if active and self.cache.fixed_capacity is not None:
             return

@@ -3,10 +3,12 @@ every text stays the one that generate() writes."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
+from weakref import ref
 
 import pytest
 import torch
@@ -197,6 +199,22 @@ def test_texts_go_on_where_there_is_no_memory_for_a_copy(
     monkeypatch.setattr(RowLayer, "update", fall)
     check(batch, visitors, model)
     assert calls[0] > fails + 2 and batch.kept.held_bytes
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_row_that_has_ended_holds_none_of_them(model: Any, breaks: bool) -> None:
+    target, visitors = TargetModel(model), conversation(model, 1)
+    drafter = planted(visitors, model, target)
+    batch = RunningBatch(target, drafter, 1, kept_bytes=PLENTY)
+    host(batch, visitors)
+    row = batch.add(visitors[0].inputs(), **GREEDY)
+    with mock.patch.object(target, "verify", side_effect=ArithmeticError if breaks else None):
+        batch.step() if breaks else batch.leave(row)
+    assert row.done and not batch.rows and batch.kept.held_bytes
+    kept = ref(batch.kept)
+    del batch
+    gc.collect()
+    assert kept() is None
 
 
 def test_none_are_kept_unless_asked(model: Any) -> None:
