@@ -44,7 +44,8 @@ class RunningBatch:
         max_rows: that are decoded at a time.
         lock: held while the target runs.
         kept_bytes: what keys and values of texts that have ended may take, which are kept for
-            prompts that begin alike.
+            prompts that begin alike. Whoever changes the target's weights, or its adapter, makes a
+            new batch.
 
     Attributes:
         max_rows: as given, or 1 where rows of this target cannot be decoded together.
