@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_SHARE = 0.01  # of all seconds, that trials may lose
+_SHARE = 0.005  # of all seconds, that trials may lose
 _MOST_SAVED = 12  # plain steps that an allowance holds at most
 _MEMORY = 200.0  # steps after which one counts a third of a new one
 _KEPT, _KEPT_UNTRIED = 1.0 - 1.0 / _MEMORY, 1.0 - 0.1 / _MEMORY  # what is known, step by step

@@ -103,7 +103,7 @@ class BlendedDrafter(Drafter):
             plain = budget.seconds(0)  # which no look takes thrice, unless it was interrupted
             seconds = min(time.perf_counter() - started, 3 * plain)
             seconds += budget.seconds(draft.size) - plain
-            situation.looking.learn(1, draft.expected, seconds)
+            trials.append(Trial(situation.looking, Draft(), draft, seconds))
         for i, source in enumerate(self._sources):
             gains = situation.gains[i][bisect_right(BOUNDS, draft.expected)]
             if self._again[i]:

@@ -163,8 +163,10 @@ def take_step(
     if usual and drafted is not None and state.room is None:
         seconds = time.perf_counter() - started
         if logits_BNV.device.type == "cpu":  # elsewhere the walk also waits for the target
-            # What every token takes is no reason to commit fewer of them.
-            seconds -= (walked - verified) * (1 - 1 / max(map(len, paths)))
+            # What every token takes is no reason to commit fewer of them: of a level of the walk
+            # for each token of a mean row.
+            levels, further = max(map(len, paths)), [len(path) - 1 for path in paths if path]
+            seconds -= (walked - verified) * sum(further) / len(further) / levels
         drafter.learn_seconds(tree.num_nodes - 1, seconds)
 
 

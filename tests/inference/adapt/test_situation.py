@@ -81,4 +81,4 @@ def test_a_dear_source_leaves_a_cheap_one_its_trials() -> None:
             gains.learn(way, 0.0, took * way)
             asked[source] += way
         here.grow(1.0)
-    assert asked[0] > 15 and asked[1] < 10
+    assert asked[0] > 10 > asked[1] + 3

@@ -65,6 +65,9 @@ class SlowProcessor(LogitsProcessor):
         self.clock.work(SLOW)
         return scores
 
+    def of_row(self, row: int) -> SlowProcessor:
+        return self  # a copy would have a clock of its own
+
 
 def test_steps_are_timed_without_drafting_and_with_what_one_token_takes(
     tiny_llama: TinyLlama, clock: Clock
@@ -87,3 +90,27 @@ def test_steps_are_timed_without_drafting_and_with_what_one_token_takes(
     # A step that commits four tokens waits for the processor four times, but elsewhere than on a
     # CPU nobody knows what of it was the target.
     assert seconds == pytest.approx(SLOW if DEVICE == "cpu" else 4 * SLOW, rel=0.01)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="elsewhere the walk also waits for the target")
+def test_of_a_batch_s_walk_a_level_is_taken_off_for_each_token_of_a_mean_row(
+    tiny_llama: TinyLlama, clock: Clock
+) -> None:
+    model: Any = tiny_llama().to(DEVICE)
+    ids_BT = torch.tensor([[5, 6, 7], [8, 9, 10]], device=DEVICE)
+    expected = model.generate(ids_BT, max_new_tokens=20, do_sample=False)[0, 3:].tolist()
+    drafter = SlowDrafter(clock, 199, [(0,), (0, 0), (0, 0, 0)], expected)
+    model.generate(
+        ids_BT,
+        max_new_tokens=20,
+        do_sample=False,
+        logits_processor=LogitsProcessorList([SlowProcessor(clock)]),
+        custom_generate=partial(run, TargetModel(model), drafter),
+    )
+    # One row's drafts were all accepted, none of the other's, which then goes on alone.
+    assert drafter.rows[:6] == [2, 2, 2, 2, 2, 1]
+    together, alone = drafter.steps[0][1], drafter.steps[-1][1]
+    # The processor works for five tokens, on four levels; a mean row commits 2.5, one of them in
+    # any case.
+    assert together == pytest.approx(5 * SLOW * (1 - 1.5 / 4), rel=0.01)
+    assert alone == pytest.approx(SLOW, rel=0.01)

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
+from medusa_heads import TargetModel
+from medusa_heads.inference.adapt.clock import Clock
+from medusa_heads.inference.adapt.evidence import Evidence
+from medusa_heads.inference.drafters.blended import BlendedDrafter
 from medusa_heads.inference.drafters.merged import MergedTrees
-from medusa_heads.inference.drafters.text import TextSource
+from medusa_heads.inference.drafters.text import TextProposal, TextSource
 from medusa_heads.inference.engine.rows import Row, StopCheck
+from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.inference.lookup.suffix_automaton import Continuation
 from medusa_heads.trees.dynamic_tree import Guess
+from tests.conftest import DEVICE, TinyLlama
+from tests.inference.clock import Clock as Time
+from tests.inference.rereading import run
 
 
 def test_greedy_text_says_nothing_of_drawn_text() -> None:
@@ -82,3 +93,29 @@ def test_the_text_goes_on_behind_its_own_path_alone() -> None:
         paths.append((*paths[parent], token))
     assert {(2, 3, 4), (9, 3, 8), (2, 3, 4, 5, 6)} <= {*paths}
     assert (9, 3, 4) not in paths
+
+
+class Repeating:
+    """Is sure of every text that token 7 follows, whatever came of that; counts the looks at it."""
+
+    def __init__(self, time: Time) -> None:
+        self.time, self.looks = time, 0
+
+    def draft(self, state: DecodingState) -> list[list[TextProposal]]:
+        self.looks += 1
+        self.time.work(0.1)
+        found = Continuation(40, [7] * 5, [1.0] * 5)
+        return [[TextProposal(Evidence([1.0] * 8, weight=1e9), found)] for _ in state.rows]
+
+
+def test_a_look_is_worth_what_came_of_it_and_not_what_it_promises(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = tiny_llama(vocab_size=24).to(DEVICE)
+    text: Any = Repeating(Time(monkeypatch))
+    drafter = BlendedDrafter(Clock({1: 1.0, 16: 1.5}, learns=False), (0, 1, 3, 7), text=text)
+    ids_BT = torch.tensor([[5, 6, 5, 6]], device=DEVICE)
+    inputs = {"input_ids": ids_BT, "max_new_tokens": 60, "do_sample": False}
+    inputs |= {"bad_words_ids": [[7]]}
+    model.generate(**inputs, custom_generate=partial(run, TargetModel(model), drafter))
+    assert 1 < text.looks < 30
