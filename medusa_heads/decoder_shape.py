@@ -12,9 +12,9 @@ from medusa_heads.settings import MOST, one_of, sizes, switches
 _RULES_OF_POSITIONS = ("default", "linear", "llama3", "yarn")
 _LONGEST = "original_max_position_embeddings"  # what two of them go by
 _NUMBERS = (
-    *("rope_theta", "factor", _LONGEST, "low_freq_factor", "high_freq_factor", "beta_fast"),
-    *("beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
-)
+    "rope_theta", "factor", _LONGEST, "low_freq_factor", "high_freq_factor", "beta_fast",
+    "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
+)  # fmt: skip
 _LATER = (("norm_output", False),)  # what is not written: earlier versions know no such name
 _SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
 

@@ -18,10 +18,10 @@ from medusa_heads.trees.tree import TokenTree
 
 # Warpers look at the scores of one position alone: neither at the text nor at other rows.
 _WARPERS = (
-    *(known.EpsilonLogitsWarper, known.EtaLogitsWarper, known.MinPLogitsWarper),
-    *(known.TemperatureLogitsWarper, known.TopKLogitsWarper, known.TopPLogitsWarper),
+    known.EpsilonLogitsWarper, known.EtaLogitsWarper, known.MinPLogitsWarper,
+    known.TemperatureLogitsWarper, known.TopKLogitsWarper, known.TopPLogitsWarper,
     known.TypicalLogitsWarper,
-)
+)  # fmt: skip
 
 # These look at the row's own text as well, but neither at other rows nor at which row it is.
 _OF_ONE_ROW = (

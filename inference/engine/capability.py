@@ -133,7 +133,9 @@ def _is(*kinds: str) -> Callable[[TargetModel], bool]:
 Check = Callable[[TargetModel], bool]
 # Of torchao, compressed-tensors, fp8 in blocks, and bitsandbytes.
 _ROUNDED = (
-    *("DynamicActivation", "'input_activations': {", "'activation_scheme': '"),
+    "DynamicActivation",
+    "'input_activations': {",
+    "'activation_scheme': '",
     "'load_in_8bit': True",
 )
 

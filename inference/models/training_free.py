@@ -38,9 +38,9 @@ if TYPE_CHECKING:  # heavy to import
     from typing_extensions import Unpack
 
 DRAFTERS = (
-    *("auto", "suffix", "recycling", "lookahead", "lookahead+suffix"),
-    *("early_exit", "early_exit+suffix"),
-)
+    "auto", "suffix", "recycling", "lookahead", "lookahead+suffix",
+    "early_exit", "early_exit+suffix",
+)  # fmt: skip
 OWN_MODULES = ("mtp", "mtp+suffix")  # of targets whose checkpoints bring what drafts
 # What drafts for targets that verify chains alone.
 _CHAINS = ("auto", "suffix", "early_exit", "mtp")

@@ -165,8 +165,8 @@ _ONLY = {
     "heads": ("heads",),
     "vllm": ("engine_args",),
     "server": (
-        *("base_url", "model", "endpoint", "token_ids"),
-        *("concurrency", "retries", "timeout", "api_key_variable"),
+        "base_url", "model", "endpoint", "token_ids",
+        "concurrency", "retries", "timeout", "api_key_variable",
     ),
-}
+}  # fmt: skip
 """Settings of one backend only."""

@@ -26,9 +26,9 @@ from medusa_heads.files import half_character
 
 # What a template's code may raise on a row that it was not made for.
 _TEMPLATE_FAULTS = (
-    *(ValueError, TypeError, LookupError, AttributeError),
-    *(ArithmeticError, RecursionError),
-)
+    ValueError, TypeError, LookupError, AttributeError,
+    ArithmeticError, RecursionError,
+)  # fmt: skip
 
 _PROBE = {"role": "user", "content": "medusa"}
 

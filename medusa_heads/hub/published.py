@@ -29,26 +29,26 @@ from medusa_heads.trees.statistics import HeadStatistics
 LOCAL_DATA = "local data"  # stands for corpora that are no hub's
 _TARGET = ("model_type", "hidden_size", "vocab_size", "lm_head_sha256")
 _STORY = (
-    *("command", "created", "python", "versions", "target_weights_sha256", "heads", "loss"),
-    *("joint", "training_set", "held_out_set", "training_arguments"),
-)
+    "command", "created", "python", "versions", "target_weights_sha256", "heads", "loss",
+    "joint", "training_set", "held_out_set", "training_arguments",
+)  # fmt: skip
 _STORY_NUMBERS = {
     "data": ("eval_share", "eval_rows", "max_length", "packing", "streaming", "shuffle_buffer"),
     "distillation": (
-        *("self_distill", "num_prompts", "num_eval_prompts", "prompt_length"),
-        *("continuation_length", "greedy_share", "temperature"),
+        "self_distill", "num_prompts", "num_eval_prompts", "prompt_length",
+        "continuation_length", "greedy_share", "temperature",
     ),
-}
+}  # fmt: skip
 _REPORTS = {
     REPORT_FILE: {
-        *("report_version", "target", "heads", "held_out", "tokens_per_step", "accuracy"),
-        *("calibration", "static_trees", "dynamic_trees", "tree", "training"),
+        "report_version", "target", "heads", "held_out", "tokens_per_step", "accuracy",
+        "calibration", "static_trees", "dynamic_trees", "tree", "training",
     },
     BENCHMARK_FILE: {
-        *("target", "machine", "settings", "created", "target_fingerprint", "parameters"),
-        *("temperature", "seed", "prompts_left_out"),
+        "target", "machine", "settings", "created", "target_fingerprint", "parameters",
+        "temperature", "seed", "prompts_left_out",
     },
-}
+}  # fmt: skip
 _DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz")
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+:-]{0,79}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")

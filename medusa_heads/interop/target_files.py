@@ -26,13 +26,13 @@ from medusa_heads.target.target import TargetModel
 
 # What transformers wants beside a model, by names that are never the heads'.
 BESIDE = (
-    *("generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
-    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
-    *("chat_template.jinja", "chat_template.json", "vocab.txt", "spiece.model"),
-    *("sentencepiece.bpe.model", "tokenizer.model.v3", "tekken.json", "tiktoken.model"),
-    *("qwen.tiktoken", "preprocessor_config.json", "video_preprocessor_config.json"),
+    "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "chat_template.jinja", "chat_template.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model", "tokenizer.model.v3", "tekken.json", "tiktoken.model",
+    "qwen.tiktoken", "preprocessor_config.json", "video_preprocessor_config.json",
     "processor_config.json",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

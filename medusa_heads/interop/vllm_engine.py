@@ -12,11 +12,11 @@ from medusa_heads.errors import first_line
 # Arguments that say where and how fast vLLM works. Any other may change what it computes.
 _NO_MATTER = frozenset(
     {
-        *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
-        *("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "enforce_eager"),
-        *("hf_token", "download_dir"),
+        "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
+        "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "enforce_eager",
+        "hf_token", "download_dir",
     }
-)
+)  # fmt: skip
 
 
 def that_matter(engine: Mapping[str, Any], besides: Collection[str] = ()) -> dict[str, Any]:

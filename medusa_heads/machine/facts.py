@@ -16,10 +16,10 @@ ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 
 # Those that decide how fast matrices are multiplied: of x86, then of ARM.
 _INSTRUCTIONS = {
-    *("avx2", "f16c", "fma", "avx_vnni", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni"),
-    *("amx_tile", "amx_bf16", "amx_fp16", "amx_int8"),
-    *("asimd", "asimdhp", "bf16", "i8mm", "sve", "sve2", "svebf16", "sme"),
-}
+    "avx2", "f16c", "fma", "avx_vnni", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni",
+    "amx_tile", "amx_bf16", "amx_fp16", "amx_int8",
+    "asimd", "asimdhp", "bf16", "i8mm", "sve", "sve2", "svebf16", "sme",
+}  # fmt: skip
 
 
 def machine_facts() -> dict[str, Any]:

@@ -18,28 +18,28 @@ _LARGEST = 1 << 28  # bytes of what a part reads or makes: it is tried on as muc
 # Which a compiler makes few kernels of where they stand side by side.
 _SMALL = frozenset(
     (
-        *("add", "sub", "rsub", "mul", "div", "floor_divide", "remainder", "neg", "abs", "pow"),
-        *("square", "sqrt", "rsqrt", "reciprocal", "exp", "expm1", "log", "log1p", "sin", "cos"),
-        *("tanh", "sigmoid", "silu", "gelu", "relu", "rms_norm", "log_softmax", "softmax"),
-        *("_log_softmax", "_softmax", "mean", "sum", "amax", "amin", "max", "min", "argmax"),
-        *("maximum", "minimum", "clamp", "clamp_min", "clamp_max", "cumsum", "any", "all"),
-        *("eq", "ne", "lt", "le", "gt", "ge", "__and__", "__or__", "bitwise_and", "bitwise_or"),
-        *("bitwise_not", "logical_and", "logical_or", "logical_not", "isnan", "nan_to_num"),
-        *("where", "masked_fill", "cat", "stack", "clone", "to", "_to_copy", "roll", "repeat"),
-        *("gather", "index", "index_select", "embedding", "scatter", "index_copy", "argsort"),
-        *("pad", "searchsorted", "arange", "zeros", "ones", "full", "zeros_like", "ones_like"),
-        *("full_like", "new_zeros", "new_full", "eye", "tril", "triu", "addcmul"),
+        "add", "sub", "rsub", "mul", "div", "floor_divide", "remainder", "neg", "abs", "pow",
+        "square", "sqrt", "rsqrt", "reciprocal", "exp", "expm1", "log", "log1p", "sin", "cos",
+        "tanh", "sigmoid", "silu", "gelu", "relu", "rms_norm", "log_softmax", "softmax",
+        "_log_softmax", "_softmax", "mean", "sum", "amax", "amin", "max", "min", "argmax",
+        "maximum", "minimum", "clamp", "clamp_min", "clamp_max", "cumsum", "any", "all",
+        "eq", "ne", "lt", "le", "gt", "ge", "__and__", "__or__", "bitwise_and", "bitwise_or",
+        "bitwise_not", "logical_and", "logical_or", "logical_not", "isnan", "nan_to_num",
+        "where", "masked_fill", "cat", "stack", "clone", "to", "_to_copy", "roll", "repeat",
+        "gather", "index", "index_select", "embedding", "scatter", "index_copy", "argsort",
+        "pad", "searchsorted", "arange", "zeros", "ones", "full", "zeros_like", "ones_like",
+        "full_like", "new_zeros", "new_full", "eye", "tril", "triu", "addcmul",
     )
-)
+)  # fmt: skip
 # Which start nothing on a device, or what copies nothing where its numbers lie in order.
 _VIEWS = frozenset(
     (
-        *("view", "_unsafe_view", "reshape", "flatten", "unflatten", "contiguous", "expand"),
-        *("view_as", "expand_as", "unfold"),
-        *("transpose", "permute", "unsqueeze", "squeeze", "slice", "select", "narrow", "t"),
-        *("alias", "detach", "split", "split_with_sizes", "chunk", "unbind"),
+        "view", "_unsafe_view", "reshape", "flatten", "unflatten", "contiguous", "expand",
+        "view_as", "expand_as", "unfold",
+        "transpose", "permute", "unsqueeze", "squeeze", "slice", "select", "narrow", "t",
+        "alias", "detach", "split", "split_with_sizes", "chunk", "unbind",
     )
-)
+)  # fmt: skip
 
 
 class Like(NamedTuple):

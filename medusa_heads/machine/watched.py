@@ -19,9 +19,9 @@ Asks = Literal["read", "shape", "copied"]
 _aten = torch.ops.aten
 _READ = {_aten._local_scalar_dense, _aten.item, _aten.equal, _aten.is_nonzero}
 _SHAPE = {
-    *(_aten.nonzero, _aten.masked_select, _aten.bincount),
-    *(_aten._unique2, _aten.unique_dim, _aten.unique_consecutive),
-}
+    _aten.nonzero, _aten.masked_select, _aten.bincount,
+    _aten._unique2, _aten.unique_dim, _aten.unique_consecutive,
+}  # fmt: skip
 _REPEAT = {_aten.repeat_interleave.Tensor, _aten.repeat_interleave.self_Tensor}
 _BY_MASK = {_aten.index, _aten.index_put, _aten.index_put_, _aten._unsafe_index}
 # Which read the number that they write, from a tensor on their own device.

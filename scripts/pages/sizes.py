@@ -34,9 +34,9 @@ SHAPES: dict[str, tuple[Callable[..., PreTrainedConfig], tuple[int, ...], bool]]
     "Llama 3.1 70B": (LlamaConfig, (8192, 28672, 80, 64, 8, 128256), False),
 }
 _NAMES = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "vocab_size"),
-)
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "vocab_size",
+)  # fmt: skip
 # Only what a plan reads: on a machine without a GPU, real training arguments would name the CPU.
 _ARGUMENTS: Any = SimpleNamespace(
     per_device_train_batch_size=ROWS,
@@ -93,9 +93,9 @@ def planned(
 def table() -> list[str]:
     """What each size has, as lines of markdown."""
     columns = [
-        *("shape of", "weights", "of training, the heads", "a checkpoint"),
-        *("heads on disk, bf16", "KV cache of a token", "operations a token"),
-    ]
+        "shape of", "weights", "of training, the heads", "a checkpoint",
+        "heads on disk, bf16", "KV cache of a token", "operations a token",
+    ]  # fmt: skip
     rows = []
     for name in SHAPES:
         target = shaped(name)

@@ -29,9 +29,9 @@ from scripts.prove.mutating.changes import Mutant, find, mutants, put
 from scripts.prove.mutating.plan import PLAN, Law, choose, entry, path_of, read_plan
 
 QUIETLY = [
-    *("-qq", "--no-header", "--disable-warnings", "--capture=no"),
-    *("-p", "no:cacheprovider", "-p", "no:xdist"),
-]
+    "-qq", "--no-header", "--disable-warnings", "--capture=no",
+    "-p", "no:cacheprovider", "-p", "no:xdist",
+]  # fmt: skip
 _PATIENCE = 5  # times what the tests take without a mutation; then it runs for ever
 
 

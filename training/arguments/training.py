@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 # Fields of OptimisationArguments that transformers.TrainingArguments has not, or means otherwise.
 OF_THE_RUN = (
-    *("resume_from_checkpoint", "overwrite_output_dir", "early_stopping_patience"),
-    *("dry_run", "measure_steps", "training_args"),
-)
+    "resume_from_checkpoint", "overwrite_output_dir", "early_stopping_patience",
+    "dry_run", "measure_steps", "training_args",
+)  # fmt: skip
 _PLAIN = {bool, int, float, NoneType}  # of others transformers takes more than their types say
 _STEPS_OF_A_LONG_RUN = 1_000_000
 SHARED_LEARNING_RATE = 5e-3

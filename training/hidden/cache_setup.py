@@ -28,9 +28,9 @@ from medusa_heads.training.hidden.store import HiddenCache
 
 # Of a target's configuration: says nothing of what its forward computes.
 _IDLE_SETTINGS = (
-    *("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache"),
+    "_name_or_path", "transformers_version", "architectures", "dtype", "use_cache",
     "distributed_config",
-)
+)  # fmt: skip
 
 
 def open_hidden_states(

@@ -38,26 +38,26 @@ _LEARNING = ("heads", "draft", "mtp")  # of which a run has one
 # Of transformers' training arguments those that say what was learnt, and how. Not among them, nor
 # any that transformers may add: tokens and names at hubs and trackers, folders, addresses.
 _TOLD = {
-    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
-    *("num_train_epochs", "max_steps", "per_device_train_batch_size", "auto_find_batch_size"),
-    *("per_device_eval_batch_size", "gradient_accumulation_steps", "eval_accumulation_steps"),
-    *("average_tokens_across_devices", "max_grad_norm", "label_smoothing_factor", "optim"),
-    *("optim_args", "optim_target_modules", "weight_decay", "adam_beta1", "adam_beta2"),
-    *("adam_epsilon", "neftune_noise_alpha", "bf16", "fp16", "tf32", "bf16_full_eval"),
-    *("fp16_full_eval", "use_cpu", "full_determinism", "activation_checkpointing"),
-    *("activation_checkpointing_kwargs", "gradient_checkpointing", "gradient_checkpointing_kwargs"),
-    *("use_liger_kernel", "use_cache", "torch_compile", "torch_compile_backend"),
-    *("torch_compile_mode", "torch_empty_cache_steps", "logging_strategy", "logging_steps"),
-    *("logging_first_step", "logging_nan_inf_filter", "eval_strategy", "eval_steps", "eval_delay"),
-    *("eval_on_start", "prediction_loss_only", "save_strategy", "save_steps", "save_total_limit"),
-    *("save_only_model", "ignore_data_skip", "load_best_model_at_end", "metric_for_best_model"),
-    *("greater_is_better", "seed", "data_seed", "label_names", "disable_tqdm", "report_to"),
-    *("train_sampling_strategy", "dataloader_drop_last", "dataloader_num_workers"),
-    *("dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
-    *("remove_unused_columns", "accelerator_config", "ddp_find_unused_parameters"),
-    *("ddp_bucket_cap_mb", "ddp_backend", "ddp_broadcast_buffers", "ddp_static_graph"),
-    *("ddp_timeout",),
-}
+    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio",
+    "num_train_epochs", "max_steps", "per_device_train_batch_size", "auto_find_batch_size",
+    "per_device_eval_batch_size", "gradient_accumulation_steps", "eval_accumulation_steps",
+    "average_tokens_across_devices", "max_grad_norm", "label_smoothing_factor", "optim",
+    "optim_args", "optim_target_modules", "weight_decay", "adam_beta1", "adam_beta2",
+    "adam_epsilon", "neftune_noise_alpha", "bf16", "fp16", "tf32", "bf16_full_eval",
+    "fp16_full_eval", "use_cpu", "full_determinism", "activation_checkpointing",
+    "activation_checkpointing_kwargs", "gradient_checkpointing", "gradient_checkpointing_kwargs",
+    "use_liger_kernel", "use_cache", "torch_compile", "torch_compile_backend",
+    "torch_compile_mode", "torch_empty_cache_steps", "logging_strategy", "logging_steps",
+    "logging_first_step", "logging_nan_inf_filter", "eval_strategy", "eval_steps", "eval_delay",
+    "eval_on_start", "prediction_loss_only", "save_strategy", "save_steps", "save_total_limit",
+    "save_only_model", "ignore_data_skip", "load_best_model_at_end", "metric_for_best_model",
+    "greater_is_better", "seed", "data_seed", "label_names", "disable_tqdm", "report_to",
+    "train_sampling_strategy", "dataloader_drop_last", "dataloader_num_workers",
+    "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor",
+    "remove_unused_columns", "accelerator_config", "ddp_find_unused_parameters",
+    "ddp_bucket_cap_mb", "ddp_backend", "ddp_broadcast_buffers", "ddp_static_graph",
+    "ddp_timeout",
+}  # fmt: skip
 
 
 def changed_arguments(args: TrainingArguments) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from medusa_heads.inference.engine.given.cache import held_tokens
 from medusa_heads.inference.engine.given.media import is_said
 
 _READ_HERE = (
-    *("attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep"),
-    *(*CACHE_NAMES, "output_attentions", "output_hidden_states"),
-)
+    "attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep",
+    *CACHE_NAMES, "output_attentions", "output_hidden_states",
+)  # fmt: skip
 
 
 def refuse_unsupported(

@@ -40,15 +40,15 @@ FURTHER: dict[str, Options] = {
     "no NaN": {"remove_invalid_values": True, "renormalize_logits": True},
 }
 READ_NO_TEXT = {
-    *("none", "bias", "guidance", "by place in the batch", "tokens suppressed", "no NaN"),
-    *("guidance against a prompt a row", "calls counted, in place", "allowed tokens"),
-    *("least length", "least length, prompt included", "forced end", "length penalty"),
-    *("tokens suppressed at the beginning", "penalty of a text a row", "several", "bad words"),
-}
+    "none", "bias", "guidance", "by place in the batch", "tokens suppressed", "no NaN",
+    "guidance against a prompt a row", "calls counted, in place", "allowed tokens",
+    "least length", "least length, prompt included", "forced end", "length penalty",
+    "tokens suppressed at the beginning", "penalty of a text a row", "several", "bad words",
+}  # fmt: skip
 BY_ROW = {
-    *("penalty of a text a row", "n-grams of a text a row", "guidance against a prompt a row"),
-    *("allowed tokens", "by place in the batch"),
-}
+    "penalty of a text a row", "n-grams of a text a row", "guidance against a prompt a row",
+    "allowed tokens", "by place in the batch",
+}  # fmt: skip
 
 
 def texts(target: ProofTarget, turn: int, seed: int, new_tokens: int) -> Iterator[Text]:

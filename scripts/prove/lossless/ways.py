@@ -164,13 +164,13 @@ HEADS: dict[str, dict[str, Any]] = {
 TREES = ("static:12", "dynamic:12", "cartesian:3,2,1", "chain")
 BLENDS = ("auto, deterministic", "12+suffix", "dynamic:8+suffix", "suffix")
 UNTRAINED = (
-    *("suffix", "recycling", "recycling:15", "auto", "lookahead", "lookahead+suffix"),
-    *("early_exit:2", "early_exit:2+suffix"),
-)
+    "suffix", "recycling", "recycling:15", "auto", "lookahead", "lookahead+suffix",
+    "early_exit:2", "early_exit:2+suffix",
+)  # fmt: skip
 TRAINED_TREES = (
-    *("auto", "16", "dynamic:16", "cartesian:3,2,1", "chain"),
-    *("16+suffix", "dynamic:16+suffix", "suffix", "none"),
-)
+    "auto", "16", "dynamic:16", "cartesian:3,2,1", "chain",
+    "16+suffix", "dynamic:16+suffix", "suffix", "none",
+)  # fmt: skip
 DRAFT_TREES = ("chain:4", "dynamic:8")
 
 
