@@ -9,7 +9,7 @@ import math
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -70,7 +70,8 @@ class BlendedDrafter(Drafter):
         self._always, self._chain_only, self.padded = always, chain_only, padded
         # What is learnt of greedy text says little of sampled text.
         self._situations: dict[tuple[Drawing, int], Situation] = {}
-        self._last: Step | None = None
+        # Held by the text's state alone: rows, streamers and scores are not to outlive their text.
+        self._last: Callable[[], Step | None] = lambda: None
         self._again = [0] * len(self._sources)  # steps for which each is asked whatever it gains
         # Only sources that know the same noise are far from independent.
         self._agreement: dict[Drawing, Agreement] = {"keyed": Agreement()}
@@ -142,7 +143,7 @@ class BlendedDrafter(Drafter):
             tree = to_token_tree(draft.trees, state.roots_B.device, size, spare)
         else:
             tree = TokenTree.root_only(state.roots_B).with_spare(spare)
-        self._last = state.memories[self] = Step(
+        step = state.memories[self] = Step(
             situation,
             budget,
             asked,
@@ -155,6 +156,7 @@ class BlendedDrafter(Drafter):
             verified=tree.num_nodes * len(state.rows) + state.again,
             drafting=time.perf_counter() - started,
         )
+        self._last = weakref.ref(step)
         return tree
 
     def most_again(self, rows: int) -> int:
@@ -162,7 +164,7 @@ class BlendedDrafter(Drafter):
 
     def rest(self, state: DecodingState) -> None:
         self.learn(state)
-        self._last = None
+        self._last = lambda: None
 
     def learn(self, state: DecodingState) -> None:
         """Compare what was drafted last with what was committed since. Before the next proposal
@@ -199,19 +201,20 @@ class BlendedDrafter(Drafter):
             self._lessons.count()
 
     def observe(self, tree: TokenTree, logits_BNV: Tensor) -> None:
+        last = self._last()
         for source in self._sources:
-            if source.observes and (self._last is None or source in self._last.asked):
+            if source.observes and (last is None or source in last.asked):
                 started = time.perf_counter()
                 source.observe(tree, logits_BNV)
                 seconds = time.perf_counter() - started
                 usual = _USUAL * self._clock.step(1)  # the first look may wait for the prompt
                 self._clock.learn_drafting(f"observing {source.name}", seconds, usual)
-                if self._last is not None:
-                    self._last.observing += seconds
+                if last is not None:
+                    last.observing += seconds
 
     def learn_seconds(self, nodes: int, seconds: float) -> None:
-        if self._last is not None:
-            self._last.verifying = seconds - self._last.observing
+        if (last := self._last()) is not None:
+            last.verifying = seconds - last.observing
 
     def _look(
         self, state: DecodingState, situation: Situation
