@@ -61,6 +61,7 @@ class CompiledTarget(TargetModel):
     _stacked = False  # the rows of many layers in one tensor
     _hooked = True  # for all texts: hooks of each would invalidate the graph
     _captured_kind: type[Captured] = Captured
+    _is_full = False  # torch makes no more graphs, and this text has none
 
     def __init__(
         self,
@@ -100,8 +101,10 @@ class CompiledTarget(TargetModel):
 
     def run(self, compiled: Callable[..., Made], *args: Any, **kwargs: Any) -> Made:
         """Call what `in_one_graph` made; where no compiler works here, the function as it is, from
-        then on. Raises UnsupportedArchitecture: it is not one graph."""
+        then on, and where torch keeps too many graphs already, until the text has ended. Raises
+        UnsupportedArchitecture: it is not one graph."""
         self.begin_step()
+        told = torch._dynamo.exc
         with nothing_collected(), compiled_tree_attention():
             try:
                 made: Made = many_graphs()(compiled)(*args, **kwargs)
@@ -112,9 +115,11 @@ class CompiledTarget(TargetModel):
                     f"{whole}{self.config.model_type} cannot be compiled in one graph ({reason})",
                     "leave compile out",
                 ) from error
-            except torch._dynamo.exc.BackendCompilerFailed as error:  # before anything was computed
+            except (told.BackendCompilerFailed, told.FailOnRecompileLimitHit) as error:
+                # Before anything was computed. Graphs of all models of the process are too many.
+                self._is_full = isinstance(error, told.FailOnRecompileLimitHit)
                 self._forward = self.model.forward
-                failed = first_line(error)
+                failed = "it keeps too many graphs" if self._is_full else first_line(error)
                 warn(f"decoding goes on without torch.compile, which failed: {failed}")
                 plain: Any = compiled
                 made = plain._torchdynamo_orig_callable(*args, **kwargs)
@@ -169,6 +174,8 @@ class CompiledTarget(TargetModel):
         try:
             yield wide
         finally:
+            if self._is_full:  # texts of other shapes have their graphs
+                self._forward, self._is_full = self._compiled, False
             captured.wanted, self._calls = wanted, None
             captured.clear()
 

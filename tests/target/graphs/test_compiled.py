@@ -19,7 +19,6 @@ from transformers import (
 from transformers.masking_utils import create_chunked_causal_mask
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, new_heads
-from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.machine import attention
@@ -271,17 +270,6 @@ def test_the_hook_leaves_with_its_target(tiny_llama: TinyLlama) -> None:
     gc.collect()
     assert gone() is None
     assert not model.lm_head._forward_pre_hooks
-
-
-def test_too_many_graphs_are_said_by_name(tiny_llama: TinyLlama) -> None:
-    target = CompiledTarget(tiny_llama(), "eager")
-    scaled = target.in_one_graph(lambda x, by: x * by)
-    with (
-        torch._dynamo.config.patch(accumulated_recompile_limit=1),
-        pytest.raises(UnsupportedArchitecture, match="cannot be compiled in one graph"),
-    ):
-        for by in (0.5, 0.6, 0.7):
-            target.run(scaled, torch.ones(3), by)
 
 
 def test_a_model_whose_dtype_changes_gets_another_cache(tiny_llama: TinyLlama) -> None:
