@@ -24,30 +24,38 @@ class Answer:
 
     Args:
         name: of the model.
-        text: that is asked for.
-        chat: whether it is a turn of a conversation.
+        texts: that are asked for, in the order of their choices.
+        choices: of each prompt.
+        chat: whether they are turns of a conversation.
         now: seconds since 1970.
     """
 
-    def __init__(self, name: str, text: Text, *, chat: bool, now: int) -> None:
-        self._text, self._chat = text, chat
+    def __init__(
+        self, name: str, texts: Sequence[Text], choices: int = 1, *, chat: bool, now: int
+    ) -> None:
+        self._texts, self._choices, self._chat = texts, choices, chat
         self._kind = "chat.completion" if chat else "text_completion"
         prefix = "chatcmpl" if chat else "cmpl"
         self._common = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": now, "model": name}
 
-    def whole(self, written: str, ending: Ending | None) -> dict[str, Any]:
-        """All at once."""
-        said: dict[str, Any] = {"text": written}
-        if self._chat:
-            said = {"message": {"role": "assistant", "content": written}}
-        return self._answer(self._kind, [self._choice(said, ending)]) | {"usage": self.usage()}
+    def whole(self, written: Sequence[str]) -> dict[str, Any]:
+        """All at once, behind the end of each text."""
+        choices = []
+        for index, text in enumerate(written):
+            said: dict[str, Any] = {"text": text}
+            if self._chat:
+                said = {"message": {"role": "assistant", "content": text}}
+            choices.append(self._choice(index, said, self._texts[index].ending))
+        return self._answer(self._kind, choices) | {"usage": self.usage()}
 
-    def piece(self, piece: str, ending: Ending | None = None, **more: Any) -> dict[str, Any]:
+    def piece(
+        self, index: int, piece: str, ending: Ending | None = None, **more: Any
+    ) -> dict[str, Any]:
         """One of a stream's; `more` is said of a turn besides."""
         said: dict[str, Any] = {"text": piece}
         if self._chat:
             said = {"delta": more | ({"content": piece} if piece else {})}
-        return self._answer(self._stream_kind, [self._choice(said, ending)])
+        return self._answer(self._stream_kind, [self._choice(index, said, ending)])
 
     def last(self) -> dict[str, Any]:
         """The counts at the end of a stream."""
@@ -58,16 +66,19 @@ class Answer:
         return "chat.completion.chunk" if self._chat else self._kind
 
     def usage(self) -> dict[str, Any]:
-        read, written = len(self._text.prompt), self._text.tokens
+        """Prompts count once, whatever is made of them."""
+        prompts = self._texts[:: self._choices]
+        read = sum(len(text.prompt) for text in prompts)
+        written = sum(text.tokens for text in self._texts)
         return {
             "prompt_tokens": read,
             "completion_tokens": written,
             "total_tokens": read + written,
-            "prompt_tokens_details": {"cached_tokens": self._text.begun},
+            "prompt_tokens_details": {"cached_tokens": sum(text.begun for text in prompts)},
         }
 
     def _answer(self, kind: str, choices: Sequence[Any]) -> dict[str, Any]:
         return {**self._common, "object": kind, "choices": list(choices)}
 
-    def _choice(self, said: Mapping[str, Any], ending: Ending | None) -> dict[str, Any]:
-        return {"index": 0, **said, "logprobs": None, "finish_reason": ending}
+    def _choice(self, index: int, said: Mapping[str, Any], ending: Ending | None) -> dict[str, Any]:
+        return {"index": index, **said, "logprobs": None, "finish_reason": ending}

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,16 +16,13 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from medusa_heads.inference.endpoint.answers import Answer, refused
+from medusa_heads.inference.endpoint.choices import Choices, Failed
 from medusa_heads.inference.endpoint.origins import for_pages_of, strangers
-from medusa_heads.inference.endpoint.protocol import Asked
 from medusa_heads.inference.endpoint.reading import Reading
 from medusa_heads.inference.endpoint.scheduler import Closed, Overloaded, Scheduler
-from medusa_heads.inference.endpoint.text import Ending
 
 _LARGEST = 4 << 20  # bytes of a request's body
 _PATHS = "/v1/completions, /v1/chat/completions, /v1/models, /metrics and /health"
-_LINE_ENDS = "\x85\u2028\u2029"
-_Event = tuple[str, Ending | None]
 
 
 def make_app(
@@ -86,25 +81,26 @@ def make_app(
             return refuse(400, " ".join(str(error).split()))
         if asked.model not in (None, name):
             return refuse(404, _no_model(str(asked.model), name))
-        events = _listen(asked)
+        form = Answer(name, asked.texts, asked.choices, chat=chat, now=int(time.time()))
+        choices = Choices(asked, form, scheduler, chat=chat)
         try:
-            scheduler.submit(asked.text)
+            scheduler.submit(*asked.texts)
         except Overloaded as error:
             return _refusal(429, str(error), {"Retry-After": str(error.seconds)})
         except Closed as error:
             return refuse(503, str(error))
         except ValueError as error:
             return refuse(400, str(error))
-        gone = asyncio.create_task(_cancel_when_gone(request, scheduler, asked))
-        form = Answer(name, asked.text, chat=chat, now=int(time.time()))
+        gone = asyncio.create_task(_leave_when_gone(request, choices))
         if asked.stream:
-            pieces = _stream(events, asked, form, scheduler, gone, chat=chat)
-            return StreamingResponse(pieces, media_type="text/event-stream")
+            return StreamingResponse(choices.stream(gone), media_type="text/event-stream")
         try:
-            return await _whole(events, asked, form)
+            return JSONResponse(await choices.whole())
+        except Failed as error:
+            return _refusal(error.status, str(error))
         finally:
             gone.cancel()
-            scheduler.cancel(asked.text)
+            choices.leave()
 
     def guarded(route: Callable[[Request], Awaitable[Response]]) -> Callable[..., Any]:
         async def guard(request: Request) -> Response:
@@ -157,84 +153,15 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-def _listen(asked: Asked) -> asyncio.Queue[_Event]:
-    """What the thread that writes tells, for this one."""
-    loop, events = asyncio.get_running_loop(), asyncio.Queue[_Event]()
-
-    def tell(piece: str, ending: Ending | None) -> None:
-        with suppress(RuntimeError):  # the loop has ended, and nobody listens
-            loop.call_soon_threadsafe(events.put_nowait, (piece, ending))
-
-    asked.text.tell = tell
-    return events
-
-
-async def _cancel_when_gone(request: Request, scheduler: Scheduler, asked: Asked) -> None:
+async def _leave_when_gone(request: Request, choices: Choices) -> None:
     # The body has been read, so that nothing else can come.
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    scheduler.cancel(asked.text)
-
-
-async def _whole(events: asyncio.Queue[_Event], asked: Asked, form: Answer) -> Response:
-    written, ending = "", None
-    while ending is None:
-        piece, ending = await events.get()
-        written += piece
-    if ending == "cancelled":  # nobody is there to read it
-        return _refusal(499, "the client has left")
-    if ending == "failed":
-        return _refusal(*_fault(asked))
-    return JSONResponse(form.whole(written, ending))
-
-
-async def _stream(
-    events: asyncio.Queue[_Event],
-    asked: Asked,
-    form: Answer,
-    scheduler: Scheduler,
-    gone: asyncio.Task[None],
-    *,
-    chat: bool,
-) -> AsyncIterator[str]:
-    try:
-        if chat:
-            yield _event(form.piece("", role="assistant"))
-        ending: Ending | None = None
-        while ending is None:
-            piece, ending = await events.get()
-            if ending == "failed":
-                status, said = _fault(asked)
-                yield _event(refused(status, said))
-            elif ending is None or ending in ("stop", "length"):
-                yield _event(form.piece(piece, ending))
-        if asked.with_usage and ending in ("stop", "length"):
-            yield _event(form.last())
-        yield "data: [DONE]\n\n"
-    finally:
-        gone.cancel()
-        scheduler.cancel(asked.text)
-
-
-def _event(content: Any) -> str:
-    line = json.dumps(content, ensure_ascii=False)
-    for end in _LINE_ENDS:  # that some clients see and JSON leaves alone
-        line = line.replace(end, f"\\u{ord(end):04x}")
-    return f"data: {line}\n\n"
+    choices.leave()
 
 
 def _no_model(asked: str, name: str) -> str:
     return f"there is no model {asked!r} here, only {name!r}"
-
-
-def _fault(asked: Asked) -> tuple[int, str]:
-    fault = asked.text.fault
-    if isinstance(fault, Closed):
-        return 503, str(fault)
-    if isinstance(fault, ValueError):
-        return 400, " ".join(str(fault).split())
-    # What a library says may name files of this machine.
-    return 500, f"the text could not be written ({type(fault).__name__})"
 
 
 def _refusal(status: int, said: str, headers: Mapping[str, str] | None = None) -> Response:

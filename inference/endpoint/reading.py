@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from medusa_heads.inference.endpoint.protocol import Asked, Reader
+from medusa_heads.inference.endpoint.protocol import MOST_TEXTS, Asked, Reader
 from medusa_heads.target.target import TargetModel
 
 LONG = 64 << 10
@@ -23,12 +23,18 @@ class Reading:
     Args:
         target: which writes the texts.
         tokenizer: its own, which this copies.
-        longest: see Reader.
+        longest, most_texts: see Reader.
     """
 
-    def __init__(self, target: TargetModel, tokenizer: Any, longest: int | None = None) -> None:
+    def __init__(
+        self,
+        target: TargetModel,
+        tokenizer: Any,
+        longest: int | None = None,
+        most_texts: int = MOST_TEXTS,
+    ) -> None:
         self._usual, self._long = (
-            _Lane(Reader(target, copy.deepcopy(tokenizer), longest), which)
+            _Lane(Reader(target, copy.deepcopy(tokenizer), longest, most_texts), which)
             for which in ("usual", "long")
         )
 

@@ -46,6 +46,9 @@ class Scheduler:
         decode: makes text of token ids.
         queue: texts that may wait, besides those that the batch has rows for.
         cache_bytes: that keys and values may take; None: as much as the rows need.
+
+    Attributes:
+        most: texts that are taken at a time.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class Scheduler:
         cache_bytes: int | None = None,
     ) -> None:
         self._batch, self._model, self._decode = batch, model, decode
-        self._queue, self._cache_bytes = queue, cache_bytes
+        self.most, self._cache_bytes = batch.max_rows + queue, cache_bytes
         self._changed = threading.Condition()
         self._waiting: deque[Text] = deque()
         self._cancelled: set[Text] = set()
@@ -79,24 +82,26 @@ class Scheduler:
         with self._changed:
             return not (self._turning or self._waiting or self._running or self._cancelled)
 
-    def submit(self, text: Text) -> None:
-        """Let a text wait for its turn; from any thread. Raises Overloaded: too many wait already;
-        Closed: nothing is written any more; ValueError: the cache has no room for so long a text.
-        """
-        needed = self._batch.row_bytes(len(text.prompt) + text.max_tokens)
-        if self._cache_bytes is not None and needed > self._cache_bytes:
-            raise ValueError(
-                f"{len(text.prompt)} tokens of the prompt and {text.max_tokens} new ones take "
-                f"{needed} bytes of cache, of which there are {self._cache_bytes}: ask for fewer"
-            )
+    def submit(self, *texts: Text) -> None:
+        """Let the texts of a request wait for their turns, all or none of them; from any thread.
+        Raises Overloaded: too many wait already; Closed: nothing is written any more; ValueError:
+        the cache has no room for so long a text."""
+        for text in texts:
+            needed = self._batch.row_bytes(len(text.prompt) + text.max_tokens)
+            if self._cache_bytes is not None and needed > self._cache_bytes:
+                raise ValueError(
+                    f"{len(text.prompt)} tokens of the prompt and {text.max_tokens} new ones take "
+                    f"{needed} bytes of cache, of which there are {self._cache_bytes}: ask for "
+                    "fewer"
+                )
         with self._changed:
             if self._closed:
                 raise Closed("the server is going down")
-            if self._taken >= self._batch.max_rows + self._queue:
+            if self._taken + len(texts) > self.most:
                 self.metrics.count("refused")
-                raise Overloaded(self.metrics.seconds_to_wait(len(self._waiting)))
-            self._taken += 1
-            self._waiting.append(text)
+                raise Overloaded(self.metrics.seconds_to_wait(len(self._waiting) + len(texts) - 1))
+            self._taken += len(texts)
+            self._waiting += texts
             self.metrics.queued = len(self._waiting)
             self._changed.notify()
 

@@ -17,6 +17,7 @@ import uvicorn
 from medusa_heads.data.pieces import as_written
 from medusa_heads.inference.endpoint.app import make_app
 from medusa_heads.inference.endpoint.origins import origins_of
+from medusa_heads.inference.endpoint.protocol import MOST_TEXTS
 from medusa_heads.inference.endpoint.reading import Reading
 from medusa_heads.inference.endpoint.scheduler import Scheduler
 from medusa_heads.inference.engine.running import RunningBatch
@@ -88,7 +89,8 @@ class Server:
             batch, target.model, decode, queue=queue, cache_bytes=cache_bytes
         )
         longest = longest_of_rows(target.model) if batch.max_rows > 1 else None
-        self._reading = Reading(target, tokenizer, longest)
+        most_texts = min(MOST_TEXTS, self.scheduler.most)
+        self._reading = Reading(target, tokenizer, longest, most_texts)
         self._socket = _listening(host, port)
         address, bound = self._socket.getsockname()[:2]
         called = f"[{host}]" if ":" in host else host

@@ -28,26 +28,26 @@ def read(reader: Reader, chat: bool = False, **body: Any) -> Any:
 
 def test_what_is_asked_for(reader: Reader, tokenizer: Any) -> None:
     asked = read(reader, temperature=0.5, top_p=0.9, seed=7, stop="x", max_tokens=9, stream=True)
-    text = asked.text
+    (text,) = asked.texts
     assert text.prompt == tokenizer("abc")["input_ids"] and text.max_tokens == 9
     assert text.options == {"do_sample": True, "temperature": 0.5, "top_p": 0.9}
     assert (text.seed, list(text.stop), asked.stream) == (7, ["x"], True)
-    assert read(reader, temperature=0).text.options == {"do_sample": False}
+    assert read(reader, temperature=0).texts[0].options == {"do_sample": False}
     beyond = read(reader, temperature=0.5, top_k=-1, min_p=0.1, repetition_penalty=1.2)
-    assert beyond.text.options == {
+    assert beyond.texts[0].options == {
         "do_sample": True, "temperature": 0.5, "top_k": 0, "min_p": 0.1, "repetition_penalty": 1.2
     }  # fmt: skip
-    greedy = read(reader, temperature=0, top_k=5, repetition_penalty=1.2).text.options
+    greedy = read(reader, temperature=0, top_k=5, repetition_penalty=1.2).texts[0].options
     assert greedy == {"do_sample": False, "repetition_penalty": 1.2}
-    assert read(reader, repetition_penalty=2).text.options == {"repetition_penalty": 2.0}
-    assert read(reader).text.options == {} and read(reader).text.max_tokens == 16
+    assert read(reader, repetition_penalty=2).texts[0].options == {"repetition_penalty": 2.0}
+    assert read(reader).texts[0].options == {} and read(reader).texts[0].max_tokens == 16
     for left, most in ((20, 16), (5, 5)):  # what is left of the context, where that is less
-        assert read(reader, prompt=[4] * (512 - left)).text.max_tokens == most
-    seeds = {read(reader).text.seed for _ in range(4)}
+        assert read(reader, prompt=[4] * (512 - left)).texts[0].max_tokens == most
+    seeds = {read(reader).texts[0].seed for _ in range(4)}
     assert len(seeds) == 4  # who names no seed gets another text each time
     for prompt in ([4, 5, 6], [[4, 5, 6]]):
-        assert read(reader, prompt=prompt).text.prompt == [4, 5, 6]
-    assert read(reader, prompt=["abc"]).text.prompt == text.prompt
+        assert read(reader, prompt=prompt).texts[0].prompt == [4, 5, 6]
+    assert read(reader, prompt=["abc"]).texts[0].prompt == text.prompt
     # What asks for nothing is no reason to refuse.
     assert read(reader, n=1, logprobs=None, echo=False, user="me", frequency_penalty=0.0)
     assert read(reader, parallel_tool_calls=True, modalities=["text"], service_tier="auto")
@@ -58,10 +58,12 @@ def test_a_conversation_is_rendered(reader: Reader, tokenizer: Any) -> None:
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     for content in ("hi", parts):
         asked = read(reader, chat=True, messages=[{"role": "user", "content": content}])
-        assert tokenizer.decode(asked.text.prompt) == "u:hia:"
-    assert asked.text.max_tokens == 512 - len(asked.text.prompt)  # what is left of the context
-    assert read(reader, chat=True, max_completion_tokens=5).text.max_tokens == 5
-    assert read(reader, chat=True, max_completion_tokens=5, max_tokens=5).text.max_tokens == 5
+        assert tokenizer.decode(asked.texts[0].prompt) == "u:hia:"
+    assert asked.texts[0].max_tokens == 512 - len(
+        asked.texts[0].prompt
+    )  # what is left of the context
+    assert read(reader, chat=True, max_completion_tokens=5).texts[0].max_tokens == 5
+    assert read(reader, chat=True, max_completion_tokens=5, max_tokens=5).texts[0].max_tokens == 5
     with pytest.raises(ValueError, match="max_completion_tokens and max_tokens say different"):
         read(reader, chat=True, max_completion_tokens=5, max_tokens=6)
 
@@ -71,7 +73,7 @@ def test_a_template_is_told_what_the_request_says(model: Any) -> None:
     reader = Reader(model.target, thinking)
     for told, written in (({}, "hi"), ({"think": False}, "hi!"), ({"other": [1]}, "hi")):
         asked = read(reader, chat=True, chat_template_kwargs=told)
-        assert thinking.decode(asked.text.prompt) == written
+        assert thinking.decode(asked.texts[0].prompt) == written
     for name in ("chat_template", "tokenize", "tools", "conversation"):
         with pytest.raises(ValueError, match="is not among what chat_template_kwargs tell"):
             read(reader, chat=True, chat_template_kwargs={name: None})
@@ -86,31 +88,35 @@ def test_an_answer_comes_back_with_all_that_it_has_not(reader: Reader, tokenizer
         said = {"role": "assistant", "content": "x", **lacks, "tool_calls": none}
         talk = [said, {"role": "user", "content": "y", "name": None}]
         asked = read(reader, chat=True, messages=talk)
-        assert tokenizer.decode(asked.text.prompt) == "a:x<end>u:ya:"
+        assert tokenizer.decode(asked.texts[0].prompt) == "a:x<end>u:ya:"
 
 
 def test_a_template_that_writes_names_is_told_them(model: Any) -> None:
     names = make_tokenizer("{% for m in messages %}{{ m.name or '?' }}:{{ m.content }}{% endfor %}")
     reader, talk = Reader(model.target, names), {"role": "user", "content": "hi"}
     asked = read(reader, chat=True, messages=[talk | {"name": "bob"}, talk])
-    assert names.decode(asked.text.prompt) == "bob:hi?:hi"
+    assert names.decode(asked.texts[0].prompt) == "bob:hi?:hi"
     with pytest.raises(ValueError, match="name must be a text"):
         read(reader, chat=True, messages=[talk | {"name": 3}])
 
 
 def test_a_special_token_to_stop_at(reader: Reader, tokenizer: Any) -> None:
-    text = read(reader, stop=["<end>", "x"]).text
+    text = read(reader, stop=["<end>", "x"]).texts[0]
     assert text.stop_ids == {tokenizer.eos_token_id} and list(text.stop) == ["<end>", "x"]
-    assert not read(reader, stop="<en").text.stop_ids
+    assert not read(reader, stop="<en").texts[0].stop_ids
 
 
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
-        ({"n": 2}, "n is not supported"),
+        ({"n": 0}, "n must be at least 1"),
+        ({"n": 1.5}, "n must be a whole number"),
+        ({"n": 1 << 60}, r"128 texts here \(prompts times n\), and this one asks for 1152921"),
+        ({"prompt": ["a", "b"], "n": 65}, "this one asks for 130: ask for fewer"),
+        ({"n": 2, "best_of": 2}, "best_of is not supported"),
         ({"logprobs": 3}, "logprobs is not supported"),
         ({"logprobs": 0}, "logprobs is not supported"),
-        ({"n": True}, "n is not supported"),
+        ({"n": True}, "n must be a whole number"),
         ({"frequency_penalty": 0.5}, "frequency_penalty is not supported"),
         ({"best": 5}, "'best' is no option"),
         ({"chat_template_kwargs": {}}, "'chat_template_kwargs' is no option"),
@@ -121,8 +127,11 @@ def test_a_special_token_to_stop_at(reader: Reader, tokenizer: Any) -> None:
         ({"prompt": None}, "prompt is missing"),
         ({"prompt": ""}, "the prompt is empty"),
         ({"prompt": []}, "prompt is empty"),
-        ({"prompt": ["a", "b"]}, "prompt must be one text"),
-        ({"prompt": [1, True]}, "prompt must be one text"),
+        ({"prompt": ["a", ""]}, "the prompt is empty"),
+        ({"prompt": ["a", 5]}, "prompt must be a text, or the token ids of one, or a list of such"),
+        ({"prompt": [["a"]]}, "prompt must be a text"),
+        ({"prompt": [1, True]}, "prompt must be a text"),
+        ({"prompt": [[4], [9999]]}, "the target has no token 9999"),
         ({"prompt": [4, 9999]}, "the target has no token 9999"),
         ({"prompt": [-1]}, "the target has no token -1"),
         ({"prompt": "\ud800"}, "half of a character"),
@@ -211,7 +220,7 @@ def test_what_the_target_reads_and_does_not_write_can_be_asked(model: Any, token
         check_length=lambda *_: None,
         model=model.target.model,
     )
-    assert read(Reader(reads, tokenizer), prompt=[11]).text.prompt == [11]
+    assert read(Reader(reads, tokenizer), prompt=[11]).texts[0].prompt == [11]
     with pytest.raises(ValueError, match="the target has no token 12"):
         read(Reader(reads, tokenizer), prompt=[12])
 
@@ -229,26 +238,30 @@ def test_a_target_without_limits_has_one_here(model: Any, tokenizer: Any) -> Non
     endless: Any = SimpleNamespace(
         max_positions=None, readable=97, check_length=check_length, model=model.target.model
     )
-    assert read(Reader(endless, tokenizer), chat=True).text.max_tokens == 4096
+    assert read(Reader(endless, tokenizer), chat=True).texts[0].max_tokens == 4096
     with pytest.raises(ValueError, match="max_tokens must be at most 2147483648"):
         read(Reader(endless, tokenizer), max_tokens=1 << 70)
 
 
 def test_the_form_of_answers() -> None:
-    text = Text([1, 2, 3], 9)
-    text.tokens, text.begun = 2, 1
-    usage: dict[str, Any] = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-    usage["prompt_tokens_details"] = {"cached_tokens": 1}
-    plain, chat = (Answer("m", text, chat=chat, now=5) for chat in (False, True))
-    whole = plain.whole("hi", "stop")
+    texts = [Text([1, 2, 3], 9) for _ in range(2)]
+    texts[0].tokens, texts[0].begun, texts[0].ending = 2, 1, "stop"
+    texts[1].tokens, texts[1].begun, texts[1].ending = 5, 1, "length"
+    usage: dict[str, Any] = {"prompt_tokens": 3, "completion_tokens": 7, "total_tokens": 10}
+    usage["prompt_tokens_details"] = {"cached_tokens": 1}  # a prompt counts once
+    plain, chat = (Answer("m", texts, 2, chat=chat, now=5) for chat in (False, True))
+    whole = plain.whole(["hi", "ho"])
     assert whole["object"] == "text_completion" and whole["usage"] == usage
-    assert whole["choices"][0]["text"] == "hi" and whole["choices"][0]["finish_reason"] == "stop"
-    said = chat.whole("hi", "length")["choices"][0]
-    assert said["message"] == {"role": "assistant", "content": "hi"}
-    assert plain.piece("h")["choices"][0]["text"] == "h" and plain.piece("h")["id"] == whole["id"]
-    assert chat.piece("h")["choices"][0]["delta"] == {"content": "h"}
-    assert chat.piece("", role="assistant")["choices"][0]["delta"] == {"role": "assistant"}
-    assert chat.piece("", "stop")["choices"][0] | {"delta": 0} == {
+    told = [(each["index"], each["text"], each["finish_reason"]) for each in whole["choices"]]
+    assert told == [(0, "hi", "stop"), (1, "ho", "length")]
+    said = chat.whole(["hi", "ho"])["choices"][1]
+    assert said["message"] == {"role": "assistant", "content": "ho"} and said["index"] == 1
+    piece = plain.piece(1, "h")
+    assert (piece["choices"][0]["text"], piece["choices"][0]["index"]) == ("h", 1)
+    assert piece["id"] == whole["id"]
+    assert chat.piece(0, "h")["choices"][0]["delta"] == {"content": "h"}
+    assert chat.piece(0, "", role="assistant")["choices"][0]["delta"] == {"role": "assistant"}
+    assert chat.piece(0, "", "stop")["choices"][0] | {"delta": 0} == {
         "index": 0, "delta": 0, "logprobs": None, "finish_reason": "stop"
     }  # fmt: skip
     assert chat.last()["choices"] == [] and chat.last()["usage"] == usage

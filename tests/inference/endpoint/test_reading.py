@@ -51,7 +51,10 @@ def test_both_threads_read_alike(model: Any, tokenizer: Any) -> None:
     before = threading.active_count()
     with Reading(model.target, tokenizer) as reading:
         short, long = asyncio.run(read(reading))
-    assert short.text.prompt == long.text.prompt and short.text.seed == long.text.seed == 1
+    assert (
+        short.texts[0].prompt == long.texts[0].prompt
+        and short.texts[0].seed == long.texts[0].seed == 1
+    )
     assert threading.active_count() == before
 
 
@@ -75,4 +78,4 @@ def test_the_callers_own_tokenizer_is_left_to_the_caller(model: Any, tokenizer: 
         for more in (0, LONG):
             body = b'{"prompt": "abc"}' + b" " * more
             asked = asyncio.run(reading.read(body, chat=False))
-            assert asked.text.prompt == tokenizer("abc")["input_ids"]
+            assert asked.texts[0].prompt == tokenizer("abc")["input_ids"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_heads.inference.endpoint.app import _event
+from medusa_heads.inference.endpoint.choices import _event
 from medusa_heads.inference.endpoint.server import Server
 from medusa_heads.inference.endpoint.text import Text
 from medusa_heads.inference.models.training_free import TrainingFreeModel
@@ -171,7 +171,7 @@ def test_who_leaves_without_a_stream_frees_the_row(
 @pytest.mark.parametrize(
     ("path", "body", "status", "said"),
     [
-        ("/v1/completions", {"prompt": "a", "n": 2}, 400, "n is not supported"),
+        ("/v1/completions", {"prompt": "a", "n": 4}, 400, "may ask for 3 texts here"),
         ("/v1/completions", {"prompt": "a" * 600}, 400, "context of 512"),
         ("/v1/completions", {"prompt": "a", "model": "gpt"}, 404, "no model 'gpt' here"),
         ("/v1/completions", b"x" * ((4 << 20) + 1), 413, "at most"),
