@@ -84,6 +84,8 @@ class SampleThenMatch:
                 drawn = self._draw(logits_BNV, rows, walking, nodes)
             further = []
             for b, node, token in zip(walking, nodes, drawn, strict=True):
+                if (watch := rows[b].watch) is not None:
+                    watch(logits_BNV[b, node], token)
                 if rows[b].commit(token):
                     continue
                 child = _child(tokens[b], parents[b], node, token)

@@ -64,6 +64,8 @@ class RejectionSampling(SampleThenMatch):
             else:
                 token = int(torch.multinomial(p_V, num_samples=1))
                 place = drafted.index(token) if token in drafted else None
+            if row.watch is not None:
+                row.watch(logits_NV[node], token)
             if row.commit(token) or place is None:
                 return path
             path.append(children[place])

@@ -71,11 +71,18 @@ class RelaxedRule(ABC):
         ends_B = merit_BN.masked_fill(~whole_path_BN, -1.0).argmax(-1)
 
         tokens, parents = torch.stack([tree.tokens_BN, parents_BN]).tolist()
-        walks = zip(tokens, parents, ends_B.tolist(), log_probs_BNV, rows, strict=True)
+        ends, given = ends_B.tolist(), (log_probs_BNV, logits_BNV)
+        walks = zip(tokens, parents, ends, *given, rows, strict=True)
         return [[] if walk[-1].done else self._commit(*walk) for walk in walks]
 
     def _commit(
-        self, tokens: list[int], parents: list[int], end: int, log_probs_NV: Tensor, row: Row
+        self,
+        tokens: list[int],
+        parents: list[int],
+        end: int,
+        log_probs_NV: Tensor,
+        logits_NV: Tensor,
+        row: Row,
     ) -> list[int]:
         nodes: list[int] = []
         while end:
@@ -83,11 +90,15 @@ class RelaxedRule(ABC):
             end = parents[end]
         path = [0]
         for node in reversed(nodes):
+            if row.watch is not None:
+                row.watch(logits_NV[path[-1]], tokens[node])
             if row.commit(tokens[node]):
                 return path
             path.append(node)
         last_V = log_probs_NV[path[-1]]
         drawn = torch.multinomial(last_V.exp(), 1) if self._do_sample else last_V.argmax(-1)
+        if row.watch is not None:
+            row.watch(logits_NV[path[-1]], int(drawn))
         row.commit(int(drawn))
         return path
 

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from medusa_heads.inference.endpoint.logprobs import Weighed, of_chat, of_completion
 from medusa_heads.inference.endpoint.text import Ending, Text
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -45,17 +46,23 @@ class Answer:
             said: dict[str, Any] = {"text": text}
             if self._chat:
                 said = {"message": {"role": "assistant", "content": text}}
-            choices.append(self._choice(index, said, self._texts[index].ending))
+            weighed, ending = self._texts[index].weighed, self._texts[index].ending
+            choices.append(self._choice(index, said, ending, weighed))
         return self._answer(self._kind, choices) | {"usage": self.usage()}
 
     def piece(
-        self, index: int, piece: str, ending: Ending | None = None, **more: Any
+        self,
+        index: int,
+        piece: str,
+        ending: Ending | None = None,
+        weighed: Sequence[Weighed] = (),
+        **more: Any,
     ) -> dict[str, Any]:
         """One of a stream's; `more` is said of a turn besides."""
         said: dict[str, Any] = {"text": piece}
         if self._chat:
             said = {"delta": more | ({"content": piece} if piece else {})}
-        return self._answer(self._stream_kind, [self._choice(index, said, ending)])
+        return self._answer(self._stream_kind, [self._choice(index, said, ending, weighed)])
 
     def last(self) -> dict[str, Any]:
         """The counts at the end of a stream."""
@@ -80,5 +87,13 @@ class Answer:
     def _answer(self, kind: str, choices: Sequence[Any]) -> dict[str, Any]:
         return {**self._common, "object": kind, "choices": list(choices)}
 
-    def _choice(self, index: int, said: Mapping[str, Any], ending: Ending | None) -> dict[str, Any]:
-        return {"index": index, **said, "logprobs": None, "finish_reason": ending}
+    def _choice(
+        self,
+        index: int,
+        said: Mapping[str, Any],
+        ending: Ending | None,
+        weighed: Sequence[Weighed],
+    ) -> dict[str, Any]:
+        form = of_chat if self._chat else of_completion
+        logprobs = form(weighed) if weighed else None
+        return {"index": index, **said, "logprobs": logprobs, "finish_reason": ending}

@@ -14,6 +14,8 @@ from medusa_heads.inference.endpoint.protocol import Asked
 from medusa_heads.inference.endpoint.scheduler import Closed, Scheduler
 from medusa_heads.inference.endpoint.text import Ending, Text
 
+# Which text, what it goes on with, how it ended, and of how many tokens all is told.
+_Event = tuple[int, str, Ending | None, int]
 _LINE_ENDS = "\x85\u2028\u2029"
 
 
@@ -39,14 +41,15 @@ class Choices:
     def __init__(self, asked: Asked, form: Answer, scheduler: Scheduler, *, chat: bool) -> None:
         self._asked, self._form, self._scheduler, self._chat = asked, form, scheduler, chat
         self._loop = asyncio.get_running_loop()
-        self._events = asyncio.Queue[tuple[int, str, Ending | None]]()
+        self._events = asyncio.Queue[_Event]()
         for index, text in enumerate(asked.texts):
             text.tell = partial(self._tell, index)
 
     def _tell(self, index: int, piece: str, ending: Ending | None) -> None:
         # By the thread that writes. Once the loop has ended nobody listens.
+        event = index, piece, ending, len(self._asked.texts[index].weighed)
         with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, piece, ending))
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     def leave(self) -> None:
         """Nobody wants them any more."""
@@ -56,19 +59,22 @@ class Choices:
     async def whole(self) -> dict[str, Any]:
         """The answer. Raises Failed: there is none."""
         written = [""] * len(self._asked.texts)
-        async for index, piece, _ in self._pieces():
+        async for index, piece, _, _ in self._pieces():
             written[index] += piece
         return self._form.whole(written)
 
     async def stream(self, gone: asyncio.Task[None]) -> AsyncIterator[str]:
         """The answer's events. At the end, `gone` is cancelled."""
+        told = [0] * len(self._asked.texts)
         try:
             if self._chat:
                 for index in range(len(self._asked.texts)):
                     yield _event(self._form.piece(index, "", role="assistant"))
             try:
-                async for index, piece, ending in self._pieces():
-                    yield _event(self._form.piece(index, piece, ending))
+                async for index, piece, ending, count in self._pieces():
+                    weighed = self._asked.texts[index].weighed[told[index] : count]
+                    told[index] = count
+                    yield _event(self._form.piece(index, piece, ending, weighed))
                 if self._asked.with_usage:
                     yield _event(self._form.last())
             except Failed as error:
@@ -78,17 +84,17 @@ class Choices:
             gone.cancel()
             self.leave()
 
-    async def _pieces(self) -> AsyncIterator[tuple[int, str, Ending | None]]:
+    async def _pieces(self) -> AsyncIterator[_Event]:
         """Until all texts have ended. Raises Failed: one has not come to its end."""
         left = len(self._asked.texts)
         while left:
-            index, piece, ending = await self._events.get()
+            index, piece, ending, count = await self._events.get()
             if ending == "failed":
                 raise _fault(self._asked.texts[index])
             if ending == "cancelled":  # nobody is there to read it
                 raise Failed(499, "the client has left")
             left -= ending is not None
-            yield index, piece, ending
+            yield index, piece, ending, count
 
 
 def _event(content: Any) -> str:

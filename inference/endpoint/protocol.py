@@ -16,6 +16,7 @@ from typing import Any
 
 from medusa_heads.data.chat import ask_ids
 from medusa_heads.inference.endpoint.conversation import told_of
+from medusa_heads.inference.endpoint.logprobs import MOST
 from medusa_heads.inference.endpoint.text import Text
 from medusa_heads.inference.endpoint.values import encodable, is_same, is_whole, number, of_kind
 from medusa_heads.target.target import TargetModel
@@ -31,8 +32,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "logit_bias": ({},),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -48,9 +47,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # Say nothing of the text.
 _IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
-_READ = {"model", "n", "max_tokens", "seed", "stop", "stream", "stream_options"}
+_READ = {"model", "n", "logprobs", "max_tokens", "seed", "stop", "stream", "stream_options"}
 _READ |= {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
-_OF_CHAT = {"max_completion_tokens", "chat_template_kwargs"}
+_OF_CHAT = {"top_logprobs", "max_completion_tokens", "chat_template_kwargs"}
 
 
 @dataclass(frozen=True)
@@ -143,6 +142,7 @@ class Reader:
         seed = of_kind(given, "seed", int, None)
         if seed is not None and not -(2**63) <= seed < 2**63:
             raise ValueError("seed must be a number of 64 bits")
+        logprobs = _logprobs(given, chat=chat)
         texts = [
             Text(
                 prompt,
@@ -151,6 +151,7 @@ class Reader:
                 secrets.randbits(62) if seed is None else seed + choice,
                 stops,
                 frozenset(self._special[each] for each in stops if each in self._special),
+                logprobs,
             )
             for prompt in prompts
             for choice in range(choices)
@@ -229,6 +230,22 @@ def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
 def _taken(method: Any) -> set[str]:
     """What a tokenizer's own method is told by name."""
     return set(inspect.signature(method).parameters)
+
+
+def _logprobs(given: Mapping[str, Any], *, chat: bool) -> int | None:
+    """How many likeliest tokens are told of each token; None: nothing is."""
+    name, most = "logprobs", None
+    if chat:
+        name, most = "top_logprobs", of_kind(given, "top_logprobs", int, 0)
+        if not of_kind(given, "logprobs", bool, False):
+            if most:
+                raise ValueError("top_logprobs is of logprobs: true, which is not asked for")
+            return None
+    elif given.get("logprobs") is not False:
+        most = of_kind(given, "logprobs", int, None)
+    if most is not None and not 0 <= most <= MOST:
+        raise ValueError(f"{name} must be from 0 to {MOST}, got {most}")
+    return most
 
 
 def _stops(given: Mapping[str, Any]) -> list[str]:

@@ -44,6 +44,7 @@ class Scheduler:
         batch: that nobody else uses.
         model: the target's, whose generation settings say at which tokens texts end.
         decode: makes text of token ids.
+        spell: the same, of special tokens too; default: `decode`.
         queue: texts that may wait, besides those that the batch has rows for.
         cache_bytes: that keys and values may take; None: as much as the rows need.
 
@@ -57,10 +58,11 @@ class Scheduler:
         model: Any,
         decode: Callable[[list[int]], str],
         *,
+        spell: Callable[[list[int]], str] | None = None,
         queue: int = 64,
         cache_bytes: int | None = None,
     ) -> None:
-        self._batch, self._model, self._decode = batch, model, decode
+        self._batch, self._model, self._decode, self._spell = batch, model, decode, spell
         self.most, self._cache_bytes = batch.max_rows + queue, cache_bytes
         self._changed = threading.Condition()
         self._waiting: deque[Text] = deque()
@@ -161,9 +163,14 @@ class Scheduler:
         self.metrics.waited(time.perf_counter() - text.asked_at)
         ids_1T = torch.tensor([text.prompt], device=self._model.device)
         try:
-            text.begin(self._decode)
+            text.begin(self._decode, self._spell)
             row = self._batch.add(
-                ids_1T, text, seed=text.seed, max_new_tokens=text.max_tokens, **text.options
+                ids_1T,
+                text,
+                seed=text.seed,
+                watch=None if text.logprobs is None else text.weigh,
+                max_new_tokens=text.max_tokens,
+                **text.options,
             )
         # Whatever a model's own code raises on one text, the others go on.
         except BaseException as fault:

@@ -86,7 +86,12 @@ class Server:
         own = copy.deepcopy(tokenizer)  # threads read with it, another one writes
         decode = as_written(own, skip_special_tokens=True)
         self.scheduler = Scheduler(
-            batch, target.model, decode, queue=queue, cache_bytes=cache_bytes
+            batch,
+            target.model,
+            decode,
+            spell=as_written(own),
+            queue=queue,
+            cache_bytes=cache_bytes,
         )
         longest = longest_of_rows(target.model) if batch.max_rows > 1 else None
         most_texts = min(MOST_TEXTS, self.scheduler.most)

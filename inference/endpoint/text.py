@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
 
 from medusa_heads.data.pieces import Pieces
+from medusa_heads.inference.endpoint.logprobs import Weighed, Weights, name_behind
 
 Ending = Literal["stop", "length", "cancelled", "failed"]
 
@@ -25,6 +27,7 @@ class Text:
         seed: of what is drawn.
         stop: strings before which the text ends.
         stop_ids: tokens before which it ends, of which no text is made.
+        logprobs: how many likeliest tokens are told of each token; None: no log-probabilities.
         tell: called by the thread that writes, with each piece of the text, and at the end with ""
             and how it ended.
         begun: tokens of the prompt that an earlier text had read.
@@ -32,6 +35,7 @@ class Text:
         ending: None while it is being written.
         fault: why it failed.
         stopped: whether it has come to a string to stop at.
+        weighed: log-probabilities of the tokens written so far, where they were asked for.
     """
 
     prompt: list[int]
@@ -40,6 +44,7 @@ class Text:
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_ids: Collection[int] = ()
+    logprobs: int | None = None
     tell: Callable[[str, Ending | None], None] = lambda piece, ending: None
     begun: int = 0
     tokens: int = 0
@@ -47,28 +52,42 @@ class Text:
     fault: BaseException | None = None
     asked_at: float = field(default_factory=time.perf_counter)
     stopped: bool = False
+    weighed: list[Weighed] = field(default_factory=list)
     _held: str = ""  # may be the beginning of a string to stop at
+    _length: int = 0  # of the text so far, with what is held
 
-    def begin(self, decode: Callable[[list[int]], str]) -> None:
-        """The prompt is about to be read; `decode` is the tokenizer's."""
-        self._pieces = Pieces(decode, self.prompt)
+    def begin(
+        self, decode: Callable[[list[int]], str], spell: Callable[[list[int]], str] | None = None
+    ) -> None:
+        """The prompt is about to be read; `decode` is the tokenizer's, and `spell` the same of
+        which special tokens have a text too."""
+        self._pieces, self._spell = Pieces(decode, self.prompt), spell or decode
+        self._by_token = bool(self.stop) or self.logprobs is not None
+        self._before = self.prompt[-1]
+
+    def weigh(self, logits_V: Tensor, token: int) -> None:
+        """The next token is about to be put, which was chosen by these logits."""
+        if not self.stopped:
+            self._weights = Weights.of(logits_V, token, self.logprobs or 0)
 
     def put(self, token: Tensor) -> None:
         """The next token, as streamers are given it."""
         if self.stopped:  # others of the same step
             return
         self.tokens += 1
+        if self.logprobs is not None:
+            self._name(int(token))
         if self.stop_ids and token.item() in self.stop_ids:
             self.flush()
             self.stopped = True
             return
         self._pieces.put(token.tolist())
-        if self.stop:
+        if self._by_token:
             self._send(self._pieces.next())
 
     def end_step(self) -> None:
         """All tokens of a step are there."""
-        if not self.stop:
+        if not self._by_token:
             self._send(self._pieces.next())
 
     def flush(self) -> None:
@@ -85,8 +104,14 @@ class Text:
         self.ending, self.fault = ("stop" if self.stopped else ending), fault
         self.tell("", self.ending)
 
+    def _name(self, token: int) -> None:
+        name = partial(name_behind, self._spell, self._before)
+        self.weighed.append(self._weights.named(name, token, self._length))
+        self._before = token
+
     def _send(self, piece: str) -> None:
         self._held += piece
+        self._length += len(piece)
         found = [place for each in self.stop if (place := self._held.find(each)) >= 0]
         if found:
             self.stopped = True

@@ -28,7 +28,7 @@ def of_kind(given: Mapping[str, Any], name: str, kind: type, usual: Any) -> Any:
 
 
 def is_same(value: Any, neutral: Any) -> bool:
-    # To Python 0 is False too, but 0 logprobs are those of the tokens written.
+    # To Python 0 is False too.
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 

@@ -138,6 +138,7 @@ class Row:
         survived: what its streamer and its criteria may raise, and the row alone ends with it.
         fault: what it ended with so.
         begun: tokens of its prompt that the target had read already.
+        watch: told of each token before it is committed: the logits [V] that chose it, and it.
         leaves: told when it has ended and leaves its batch: the row, the target's cache, its place
             in that and how many slots are its own.
     """
@@ -158,6 +159,7 @@ class Row:
         self.survived: tuple[type[Exception], ...] = ()
         self.fault: BaseException | None = None
         self.begun = 0
+        self.watch: Callable[[Tensor, int], None] | None = None
         self.leaves: Callable[[Row, RowCache, int, int], None] | None = None
         self.recorder = recorder
         self._stop = stop

@@ -10,7 +10,7 @@ Shapes: T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -122,7 +122,13 @@ class RunningBatch:
         return 2 * nodes + self._drafter.most_again(self.max_rows)
 
     def add(
-        self, input_ids_1T: Tensor, streamer: Any = None, *, seed: int | None = None, **options: Any
+        self,
+        input_ids_1T: Tensor,
+        streamer: Any = None,
+        *,
+        seed: int | None = None,
+        watch: Callable[[Tensor, int], None] | None = None,
+        **options: Any,
     ) -> Row:
         """Read a prompt, and let it join; it may have ended with its first token. Raises
         ValueError: an option that cannot be honoured, by name.
@@ -132,31 +138,27 @@ class RunningBatch:
             streamer: receives every token, and `end_step` after those of each step.
             seed: of the noise that decides what is drawn, as `torch.manual_seed(seed)` would fix it
                 in `generate()`.
+            watch: see Row.
             options: those of `generate()`.
         """
         assert len(self.rows) < self.max_rows
         if take_cache(options) is not None:
             raise ValueError("a row that joins shares its cache with others: pass none")
         model: Any = self._target.model
-        length = input_ids_1T.shape[1]
         # What is read beside an image is not said by tokens alone.
         media = any(is_said(options.get(name)) for name in names_of_media(model))
-        begun = None
-        if not media:
-            begun = self.kept.begin(input_ids_1T[0].tolist(), length + self._spare())
-        held = 0 if begun is None else begun.get_seq_length()
+        ids, spare = input_ids_1T[0].tolist(), self._spare()
+        begun = None if media else self.kept.begin(ids, len(ids) + spare)
         # Its own: other threads of the process may draw numbers meanwhile.
         random = None if seed is None else torch.Generator().manual_seed(seed)
+        join = partial(self._join, begun=begun, keeps=not media, watch=watch)
         with self._lock:
             row: Row = model.generate(
                 input_ids_1T,
                 attention_mask=torch.ones_like(input_ids_1T),
-                custom_generate=partial(
-                    self._join, begun=begun, keeps=not media, streamer=streamer, random=random
-                ),
+                custom_generate=partial(join, streamer=streamer, random=random),
                 **options,
             )
-        row.begun = held
         return row
 
     @torch.no_grad()
@@ -169,6 +171,7 @@ class RunningBatch:
         synced_gpus: bool = False,
         begun: RowCache | None,
         keeps: bool,
+        watch: Callable[[Tensor, int], None] | None,
         **prepared: Any,
     ) -> Row:
         if len(input_ids) > 1:
@@ -190,7 +193,8 @@ class RunningBatch:
         )
         state = beginning.state
         (row,) = state.rows
-        row.leaves = self.kept.keep if keeps else None
+        row.begun = 0 if begun is None else begun.get_seq_length()
+        row.leaves, row.watch = self.kept.keep if keeps else None, watch
         with self._target.capture_hidden() as last_hidden:
             beginning.read_prompts(last_hidden, self.stats)
         if row.done:

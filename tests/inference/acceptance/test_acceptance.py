@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from transformers import (
     TopKLogitsWarper,
 )
 
-from medusa_heads.inference.acceptance import SampleThenMatch
+from medusa_heads.inference.acceptance import SampleThenMatch, make_rule
+from medusa_heads.inference.acceptance.rejection import RejectionSampling
 from medusa_heads.inference.engine.rows import Row, ScoreRecorder, StopCheck
 from medusa_heads.trees.tree import TreeShape
 from tests.inference.walking import VOCAB, logits_naming, row, tree
@@ -185,6 +187,25 @@ def test_scores_are_recorded_for_every_token(
     one.recorder = ScoreRecorder()
     rule(tree(), logits_naming([6, 7, 8, 3, 0, 0]), [one])
     assert torch.equal(torch.cat(one.recorder.logits), logits_naming([6, 7, 8, 3])[0])
+
+
+@pytest.mark.parametrize("name", ["lossless", "rejection", "typical"])
+def test_who_watches_is_told_the_logits_that_chose_each_token(name: str) -> None:
+    """As the target gave them, whatever processors make of them."""
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(0.5)])
+    rule: Any = RejectionSampling(warpers, do_sample=True)
+    if name != "rejection":
+        rule = make_rule(name, warpers, do_sample=True)
+    shown = tree()
+    if name == "rejection":
+        drawn_from = torch.zeros(1, VOCAB).index_fill(1, shown.tokens_BN[0, [1, 4]], 0.5)
+        shown = replace(shown, drawn_from={0: drawn_from})
+    one, logits_1NV = row(), logits_naming([9, 0, 0, 0, 7, 11])
+    told: list[tuple[Tensor, int]] = []
+    one.watch = lambda logits_V, token: told.append((logits_V, token))
+    (path,) = rule(shown, logits_1NV, [one])
+    assert path == [0, 4, 5] and [token for _, token in told] == one.tokens == [9, 7, 11]
+    assert torch.equal(torch.stack([logits_V for logits_V, _ in told]), logits_1NV[0, path])
 
 
 class OfItsRow(LogitsProcessor):

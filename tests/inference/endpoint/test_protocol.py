@@ -114,8 +114,10 @@ def test_a_special_token_to_stop_at(reader: Reader, tokenizer: Any) -> None:
         ({"n": 1 << 60}, r"128 texts here \(prompts times n\), and this one asks for 1152921"),
         ({"prompt": ["a", "b"], "n": 65}, "this one asks for 130: ask for fewer"),
         ({"n": 2, "best_of": 2}, "best_of is not supported"),
-        ({"logprobs": 3}, "logprobs is not supported"),
-        ({"logprobs": 0}, "logprobs is not supported"),
+        ({"logprobs": 21}, "logprobs must be from 0 to 20, got 21"),
+        ({"logprobs": -1}, "logprobs must be from 0 to 20"),
+        ({"logprobs": True}, "logprobs must be a whole number"),
+        ({"top_logprobs": 2}, "'top_logprobs' is no option"),
         ({"n": True}, "n must be a whole number"),
         ({"frequency_penalty": 0.5}, "frequency_penalty is not supported"),
         ({"best": 5}, "'best' is no option"),
@@ -160,6 +162,32 @@ def test_a_special_token_to_stop_at(reader: Reader, tokenizer: Any) -> None:
 def test_what_cannot_be_had(reader: Reader, body: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         read(reader, **body)
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ({"logprobs": 3}, "logprobs must be true or false"),
+        ({"top_logprobs": 3}, "top_logprobs is of logprobs: true, which is not asked for"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be from 0 to 20, got 21"),
+        ({"logprobs": True, "top_logprobs": "3"}, "top_logprobs must be a whole number"),
+    ],
+    ids=str,
+)
+def test_what_a_conversation_cannot_have(
+    reader: Reader, body: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        read(reader, chat=True, **body)
+
+
+def test_how_many_likeliest_tokens_are_told(reader: Reader) -> None:
+    assert [read(reader, **{"logprobs": n}).texts[0].logprobs for n in (None, False, 0, 5)] == [
+        None, None, 0, 5
+    ]  # fmt: skip
+    for body, told in (({}, None), ({"logprobs": True}, 0), ({"top_logprobs": 0}, None)):
+        assert read(reader, chat=True, **body).texts[0].logprobs == told
+    assert read(reader, chat=True, logprobs=True, top_logprobs=20).texts[0].logprobs == 20
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,87 @@
+"""Log-probabilities of the tokens of a text, by the target's own logits, and their form in answers.
+
+They are the log-softmax of the logits in fp32, before temperature, penalties and whatever else says
+what is drawn.
+
+Shapes: V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from medusa_heads.data.pieces import UNFINISHED
+
+MOST = 20
+"""Likeliest tokens that are told of each."""
+_LEAST = -9999.0  # what OpenAI says of tokens that have none; JSON has no infinity
+
+
+class Weighed(NamedTuple):
+    """A token with its text and its log-probability, and the likeliest ones in its place; `offset`
+    is where it begins in the text, in characters."""
+
+    token: str
+    logprob: float
+    top: list[tuple[str, float]]
+    offset: int
+
+
+class Weights(NamedTuple):
+    """The same by token ids."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+    @classmethod
+    def of(cls, logits_V: Tensor, token: int, count: int) -> Weights:
+        """Of a token that these logits were read for, and of so many likeliest ones."""
+        logprobs_V = logits_V.float().log_softmax(dim=-1)
+        likeliest = logprobs_V.topk(min(count, len(logprobs_V)))
+        top = zip(likeliest.indices.tolist(), map(_said, likeliest.values.tolist()), strict=True)
+        return cls(_said(logprobs_V[token].item()), list(top))
+
+    def named(self, name: Callable[[int], str], token: int, offset: int) -> Weighed:
+        """With texts in place of ids."""
+        return Weighed(name(token), self.logprob, [(name(i), p) for i, p in self.top], offset)
+
+
+def name_behind(decode: Callable[[list[int]], str], before: int, token: int) -> str:
+    """What a token adds behind another one: by itself some tokenizers drop its leading space."""
+    first, both = decode([before]), decode([before, token])
+    if UNFINISHED in both or not both.startswith(first):
+        return decode([token])
+    return both[len(first) :]
+
+
+def of_completion(weighed: Sequence[Weighed]) -> dict[str, Any]:
+    """As a choice of a completion has them."""
+    return {
+        "tokens": [each.token for each in weighed],
+        "token_logprobs": [each.logprob for each in weighed],
+        # Where two have the same text, the likelier one; the token itself is always there.
+        "top_logprobs": [dict([(each.token, each.logprob), *each.top[::-1]]) for each in weighed],
+        "text_offset": [each.offset for each in weighed],
+    }
+
+
+def of_chat(weighed: Sequence[Weighed]) -> dict[str, Any]:
+    """As a choice of a conversation has them."""
+    content = [
+        _entry(each.token, each.logprob) | {"top_logprobs": [_entry(*top) for top in each.top]}
+        for each in weighed
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _entry(token: str, logprob: float) -> dict[str, Any]:
+    # Of a part of a character there is no text that would have its bytes.
+    raw = None if UNFINISHED in token else list(token.encode(errors="replace"))
+    return {"token": token, "logprob": logprob, "bytes": raw}
+
+
+def _said(logprob: float) -> float:
+    return logprob if logprob > _LEAST else _LEAST  # NaN is not
