@@ -87,6 +87,14 @@ def look_at_one_row(processors: LogitsProcessorList) -> bool:
     )
 
 
+def settings_of(processor: Any) -> tuple[type, str]:
+    """By which processors are told apart that make other scores of the same."""
+    settings = sorted(vars(processor).items())
+    # The middle of a long tensor is left out where it is written as it is.
+    whole = [(n, s.tolist() if isinstance(s, Tensor) else s) for n, s in settings]
+    return type(processor), repr(whole)
+
+
 def greediest(logits: Tensor) -> Tensor:
     """The likeliest tokens, along the last dimension. In fp32, as generate() compares them: of a
     target in double precision, unequal logits may be equal there."""

@@ -3,7 +3,7 @@
 They are the log-softmax of the logits in fp32, before temperature, penalties and whatever else says
 what is drawn.
 
-Shapes: V vocabulary.
+Shapes: T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from medusa_heads.data.pieces import UNFINISHED
 
 MOST = 20
 """Likeliest tokens that are told of each."""
+_AT_ONCE = 64  # tokens of a prompt
 _LEAST = -9999.0  # what OpenAI says of tokens that have none; JSON has no infinity
 
 
 class Weighed(NamedTuple):
     """A token with its text and its log-probability, and the likeliest ones in its place; `offset`
-    is where it begins in the text, in characters."""
+    is where it begins in the text, in characters. The first token of a prompt has a text alone."""
 
     token: str
-    logprob: float
+    logprob: float | None
     top: list[tuple[str, float]]
     offset: int
 
@@ -37,21 +38,28 @@ class Weights(NamedTuple):
     top: list[tuple[int, float]]
 
     @classmethod
-    def of(cls, logits_V: Tensor, token: int, count: int) -> Weights:
-        """Of a token that these logits were read for, and of so many likeliest ones."""
-        logprobs_V = logits_V.float().log_softmax(dim=-1)
-        likeliest = logprobs_V.topk(min(count, len(logprobs_V)))
-        top = zip(likeliest.indices.tolist(), map(_said, likeliest.values.tolist()), strict=True)
-        return cls(_said(logprobs_V[token].item()), list(top))
+    def of(cls, logits_TV: Tensor, tokens: Sequence[int], count: int) -> list[Weights]:
+        """Of tokens that these logits were read for, and of so many likeliest ones each."""
+        made = []
+        for start in range(0, len(tokens), _AT_ONCE):
+            logprobs_TV = logits_TV[start : start + _AT_ONCE].float().log_softmax(dim=-1)
+            likeliest = logprobs_TV.topk(min(count, logprobs_TV.shape[1]))
+            tops = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
+            for logprobs_V, token, (ids, values) in zip(
+                logprobs_TV, tokens[start : start + _AT_ONCE], tops, strict=True
+            ):
+                top = zip(ids, map(_said, values), strict=True)
+                made.append(cls(_said(logprobs_V[token].item()), list(top)))
+        return made
 
     def named(self, name: Callable[[int], str], token: int, offset: int) -> Weighed:
         """With texts in place of ids."""
         return Weighed(name(token), self.logprob, [(name(i), p) for i, p in self.top], offset)
 
 
-def name_behind(decode: Callable[[list[int]], str], before: int, token: int) -> str:
-    """What a token adds behind another one: by itself some tokenizers drop its leading space."""
-    first, both = decode([before]), decode([before, token])
+def name_behind(decode: Callable[[list[int]], str], before: list[int], token: int) -> str:
+    """What a token adds behind others: by itself some tokenizers drop its leading space."""
+    first, both = decode(before), decode([*before, token])
     if UNFINISHED in both or not both.startswith(first):
         return decode([token])
     return both[len(first) :]
@@ -63,7 +71,10 @@ def of_completion(weighed: Sequence[Weighed]) -> dict[str, Any]:
         "tokens": [each.token for each in weighed],
         "token_logprobs": [each.logprob for each in weighed],
         # Where two have the same text, the likelier one; the token itself is always there.
-        "top_logprobs": [dict([(each.token, each.logprob), *each.top[::-1]]) for each in weighed],
+        "top_logprobs": [
+            None if each.logprob is None else dict([(each.token, each.logprob), *each.top[::-1]])
+            for each in weighed
+        ],
         "text_offset": [each.offset for each in weighed],
     }
 
@@ -77,7 +88,7 @@ def of_chat(weighed: Sequence[Weighed]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def _entry(token: str, logprob: float) -> dict[str, Any]:
+def _entry(token: str, logprob: float | None) -> dict[str, Any]:
     # Of a part of a character there is no text that would have its bytes.
     raw = None if UNFINISHED in token else list(token.encode(errors="replace"))
     return {"token": token, "logprob": logprob, "bytes": raw}

@@ -30,7 +30,6 @@ _COMPLETION_TOKENS = 16  # OpenAI's own default
 # Options that are understood when they ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
     "logit_bias": ({},),
     "frequency_penalty": (0,),
@@ -47,7 +46,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # Say nothing of the text.
 _IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
-_READ = {"model", "n", "logprobs", "max_tokens", "seed", "stop", "stream", "stream_options"}
+_READ = {"model", "n", "logprobs", "echo", "max_tokens", "seed", "stop", "stream", "stream_options"}
 _READ |= {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
 _OF_CHAT = {"top_logprobs", "max_completion_tokens", "chat_template_kwargs"}
 
@@ -143,6 +142,8 @@ class Reader:
         if seed is not None and not -(2**63) <= seed < 2**63:
             raise ValueError("seed must be a number of 64 bits")
         logprobs = _logprobs(given, chat=chat)
+        if (echo := of_kind(given, "echo", bool, False)) and chat:
+            raise ValueError("echo is of completions alone: leave it out")
         texts = [
             Text(
                 prompt,
@@ -152,6 +153,7 @@ class Reader:
                 stops,
                 frozenset(self._special[each] for each in stops if each in self._special),
                 logprobs,
+                echo,
             )
             for prompt in prompts
             for choice in range(choices)

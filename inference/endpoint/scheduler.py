@@ -164,6 +164,8 @@ class Scheduler:
         ids_1T = torch.tensor([text.prompt], device=self._model.device)
         try:
             text.begin(self._decode, self._spell)
+            if text.echo:
+                text.tell_prompt(None if text.logprobs is None else self._batch.logits(ids_1T))
             row = self._batch.add(
                 ids_1T,
                 text,

@@ -28,6 +28,7 @@ class Text:
         stop: strings before which the text ends.
         stop_ids: tokens before which it ends, of which no text is made.
         logprobs: how many likeliest tokens are told of each token; None: no log-probabilities.
+        echo: whether the prompt is told before it.
         tell: called by the thread that writes, with each piece of the text, and at the end with ""
             and how it ended.
         begun: tokens of the prompt that an earlier text had read.
@@ -45,6 +46,7 @@ class Text:
     stop: Sequence[str] = ()
     stop_ids: Collection[int] = ()
     logprobs: int | None = None
+    echo: bool = False
     tell: Callable[[str, Ending | None], None] = lambda piece, ending: None
     begun: int = 0
     tokens: int = 0
@@ -61,14 +63,33 @@ class Text:
     ) -> None:
         """The prompt is about to be read; `decode` is the tokenizer's, and `spell` the same of
         which special tokens have a text too."""
-        self._pieces, self._spell = Pieces(decode, self.prompt), spell or decode
+        self._decode, self._spell = decode, spell or decode
+        self._pieces = Pieces(decode, self.prompt)
         self._by_token = bool(self.stop) or self.logprobs is not None
-        self._before = self.prompt[-1]
+        self._before = self.prompt[-1:]
 
     def weigh(self, logits_V: Tensor, token: int) -> None:
         """The next token is about to be put, which was chosen by these logits."""
         if not self.stopped:
-            self._weights = Weights.of(logits_V, token, self.logprobs or 0)
+            (self._weights,) = Weights.of(logits_V[None], [token], self.logprobs or 0)
+
+    def tell_prompt(self, logits_TV: Tensor | None) -> None:
+        """As a part of the text; with the target's logits behind each of its tokens, where those
+        are to be weighed."""
+        pieces, said, ids = Pieces(self._decode), "", self.prompt
+        weights: list[Weights] = []
+        if logits_TV is not None:
+            self.weighed.append(Weighed(self._spell(ids[:1]), None, [], 0))
+            weights = Weights.of(logits_TV[:-1], ids[1:], self.logprobs or 0)
+        for place, token in enumerate(ids):
+            if place and weights:
+                name = partial(name_behind, self._spell, ids[place - 1 : place])
+                self.weighed.append(weights[place - 1].named(name, token, len(said)))
+            pieces.put([token])
+            said += pieces.next()
+        said += pieces.next(whole=True)
+        self._length = len(said)
+        self._say(said)
 
     def put(self, token: Tensor) -> None:
         """The next token, as streamers are given it."""
@@ -107,7 +128,7 @@ class Text:
     def _name(self, token: int) -> None:
         name = partial(name_behind, self._spell, self._before)
         self.weighed.append(self._weights.named(name, token, self._length))
-        self._before = token
+        self._before = [token]
 
     def _send(self, piece: str) -> None:
         self._held += piece

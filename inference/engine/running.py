@@ -21,7 +21,7 @@ from transformers import LogitsProcessorList
 
 from medusa_heads.cache_names import take_cache
 from medusa_heads.errors import forget_frames
-from medusa_heads.inference.acceptance.base import look_at_one_row
+from medusa_heads.inference.acceptance.base import look_at_one_row, settings_of
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.beginning import Beginning
 from medusa_heads.inference.engine.capability import capability, why_alone
@@ -121,6 +121,13 @@ class RunningBatch:
             return nodes
         return 2 * nodes + self._drafter.most_again(self.max_rows)
 
+    @torch.no_grad()
+    def logits(self, ids_1T: Tensor) -> Tensor:
+        """The target's logits behind each token of a text [T, V], by a forward of its own."""
+        with self._lock:
+            logits_1TV: Tensor = self._target.model(input_ids=ids_1T, use_cache=False).logits
+        return logits_1TV[0]
+
     def add(
         self,
         input_ids_1T: Tensor,
@@ -202,7 +209,7 @@ class RunningBatch:
         row.survived = (Exception,)
         key: Hashable = row
         if together:
-            key = state.drawing, *map(_settings, logits_processor)
+            key = state.drawing, *map(settings_of, logits_processor)
         batch = self._batches.setdefault(key, _Batch(beginning))
         with self._unbroken(key):
             if batch.state is not state:
@@ -290,10 +297,3 @@ class _Batch:
         """The cache is as long as these rows may need."""
         self.slots = {row: self.slots[row] for row in self.state.rows}
         self.state.cache.fit(max(self.slots.values()))
-
-
-def _settings(processor: Any) -> tuple[type, str]:
-    settings = sorted(vars(processor).items())
-    # The middle of a long tensor is left out where it is written as it is.
-    whole = [(n, s.tolist() if isinstance(s, Tensor) else s) for n, s in settings]
-    return type(processor), repr(whole)

@@ -171,11 +171,11 @@ def test_nothing_is_weighed_that_nobody_asks_for(
         assert status == 200 and answer["choices"][0]["logprobs"] is None
 
 
-def test_what_json_cannot_say(tiny_llama: Any) -> None:
+def test_what_json_cannot_say() -> None:
     logits_V = torch.tensor([0.0, -math.inf, 0.0])
-    weights = Weights.of(logits_V, 1, 20)
+    (weights,) = Weights.of(logits_V[None], [1], 20)
     assert weights.logprob == -9999.0 and len(weights.top) == 3
-    assert Weights.of(torch.full((3,), math.nan), 1, 1).top[0][1] == -9999.0
+    assert Weights.of(torch.full((1, 3), math.nan), [1], 1)[0].top[0][1] == -9999.0
 
 
 def test_the_names_of_tokens() -> None:
@@ -185,10 +185,10 @@ def test_the_names_of_tokens() -> None:
     def decode(ids: list[int]) -> str:
         return b"".join(pieces[id] for id in ids).decode(errors="replace").removeprefix(" ")
 
-    assert name_behind(decode, 4, 3) == " a" and decode([3]) == "a"
-    assert name_behind(decode, 4, 1) == "\ufffd" == name_behind(decode, 1, 2)
+    assert name_behind(decode, [4], 3) == " a" and decode([3]) == "a"
+    assert name_behind(decode, [4], 1) == "\ufffd" == name_behind(decode, [1], 2)
     weights = Weights(-1.0, [(3, -0.5), (4, -1.0), (1, -2.0), (2, -3.0)])
-    weighed = weights.named(lambda id: name_behind(decode, 4, id), 4, 7)
+    weighed = weights.named(lambda id: name_behind(decode, [4], id), 4, 7)
     # Of tokens with the same text the likelier one.
     assert of_completion([weighed]) == {
         "tokens": ["a"],

@@ -182,11 +182,10 @@ def test_what_a_conversation_cannot_have(
 
 
 def test_how_many_likeliest_tokens_are_told(reader: Reader) -> None:
-    assert [read(reader, **{"logprobs": n}).texts[0].logprobs for n in (None, False, 0, 5)] == [
-        None, None, 0, 5
-    ]  # fmt: skip
-    for body, told in (({}, None), ({"logprobs": True}, 0), ({"top_logprobs": 0}, None)):
-        assert read(reader, chat=True, **body).texts[0].logprobs == told
+    for asked, told in ((None, None), (False, None), (0, 0), (5, 5)):
+        assert read(reader, logprobs=asked).texts[0].logprobs == told
+    assert read(reader, chat=True, top_logprobs=0).texts[0].logprobs is None
+    assert read(reader, chat=True, logprobs=True).texts[0].logprobs == 0
     assert read(reader, chat=True, logprobs=True, top_logprobs=20).texts[0].logprobs == 20
 
 
