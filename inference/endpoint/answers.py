@@ -45,7 +45,8 @@ class Answer:
         for index, text in enumerate(written):
             said: dict[str, Any] = {"text": text}
             if self._chat:
-                said = {"message": {"role": "assistant", "content": text}}
+                plain = {"role": "assistant", "content": text}
+                said = {"message": self._texts[index].message or plain}
             weighed, ending = self._texts[index].weighed, self._texts[index].ending
             choices.append(self._choice(index, said, ending, weighed))
         return self._answer(self._kind, choices) | {"usage": self.usage()}
@@ -61,7 +62,12 @@ class Answer:
         """One of a stream's; `more` is said of a turn besides."""
         said: dict[str, Any] = {"text": piece}
         if self._chat:
-            said = {"delta": more | ({"content": piece} if piece else {})}
+            if ending and (message := self._texts[index].message):
+                told = {name: said for name, said in message.items() if said and name != "role"}
+                told["tool_calls"] = [{"index": i, **c} for i, c in enumerate(told["tool_calls"])]
+                said = {"delta": more | told}
+            else:
+                said = {"delta": more | ({"content": piece} if piece else {})}
         return self._answer(self._stream_kind, [self._choice(index, said, ending, weighed)])
 
     def last(self) -> dict[str, Any]:
@@ -94,6 +100,7 @@ class Answer:
         ending: Ending | None,
         weighed: Sequence[Weighed],
     ) -> dict[str, Any]:
+        finished = "tool_calls" if ending == "stop" and self._texts[index].message else ending
         form = of_chat if self._chat else of_completion
         logprobs = form(weighed) if weighed else None
-        return {"index": index, **said, "logprobs": logprobs, "finish_reason": ending}
+        return {"index": index, **said, "logprobs": logprobs, "finish_reason": finished}

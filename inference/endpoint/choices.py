@@ -86,7 +86,7 @@ class Choices:
 
     async def _pieces(self) -> AsyncIterator[_Event]:
         """Until all texts have ended. Raises Failed: one has not come to its end."""
-        left = len(self._asked.texts)
+        left, held = len(self._asked.texts), [""] * len(self._asked.texts)
         while left:
             index, piece, ending, count = await self._events.get()
             if ending == "failed":
@@ -94,6 +94,11 @@ class Choices:
             if ending == "cancelled":  # nobody is there to read it
                 raise Failed(499, "the client has left")
             left -= ending is not None
+            if self._asked.texts[index].calls is not None:  # which are known at its end
+                held[index] += piece
+                if ending is None:
+                    continue
+                piece = held[index]
             yield index, piece, ending, count
 
 

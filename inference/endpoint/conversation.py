@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from medusa_heads.data.messages import ROLES
 from medusa_heads.inference.endpoint.values import encodable, of_kind
 
+_NO_CALLS = "tool_calls must be a list of functions, each with a name and arguments as JSON"
+_NO_TOOLS = "tools must be a list of objects, each of type function and with a function of a name"
 _LONGEST_ROLE = 40  # characters of one that is quoted
 
 
@@ -26,11 +31,104 @@ def told_of(message: Any) -> dict[str, Any]:
         content = "".join(part for part in parts if isinstance(part, str))
         if not all(isinstance(part, str) for part in parts):
             raise ValueError("a message's content must be text")
+    more = {"assistant": {"tool_calls"}, "tool": {"tool_call_id"}}.get(given["role"], set())
+    if content is None and "tool_calls" in given:
+        content = ""  # None would be written out
     if not isinstance(content, str):
         raise ValueError("a message's content must be text")
-    if unknown := sorted(map(str, set(given) - {"role", "content", "name"})):
+    if unknown := sorted(map(str, set(given) - {"role", "content", "name"} - more)):
         raise ValueError(f"a message has a role and a content, and here also {unknown[0]!r}")
     told = {"role": given["role"], "content": encodable(content, "content")}
+    if "tool_calls" in given:
+        told["tool_calls"] = calls_told(given["tool_calls"])
+    if "tool_call_id" in given:
+        told["tool_call_id"] = of_kind(given, "tool_call_id", str, None)
     if "name" in given:  # some templates write it
         told["name"] = encodable(of_kind(given, "name", str, None), "name")
     return told
+
+
+def calls_told(calls: Any) -> list[dict[str, Any]]:
+    """Calls of an earlier answer as chat templates read them: arguments are an object there, and a
+    text in JSON in requests."""
+    told = []
+    for call in calls if isinstance(calls, list) else [None]:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError(_NO_CALLS)
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(_NO_CALLS) from error
+        if not isinstance(arguments, Mapping):
+            raise ValueError(_NO_CALLS)
+        named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        written = {"name": function["name"], "arguments": arguments}
+        told.append({**named, "type": "function", "function": written})
+    return told
+
+
+def tools_told(given: Mapping[str, Any]) -> list[Any] | None:
+    """The tools of a request; None where there are none, or none is to be called."""
+    tools, choice = given.get("tools", []), given.get("tool_choice", "auto")
+    if choice not in ("auto", "none"):
+        raise ValueError("tool_choice must be 'auto' or 'none': calls are not enforced here")
+    for tool in tools if isinstance(tools, list) else [None]:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        right = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+        if not right or tool.get("type") != "function":
+            raise ValueError(_NO_TOOLS)
+    return tools if tools and choice == "auto" else None
+
+
+class Calls:
+    """Finds calls in an answer, as far as transformers knows how the target writes them.
+
+    Args:
+        tokenizer: its own.
+        template: the description of its answers, that transformers reads them by.
+        tools: that it was told.
+    """
+
+    def __init__(self, tokenizer: Any, template: Any, tools: list[Any]) -> None:
+        self._tokenizer, self._template, self._tools = tokenizer, template, tools
+
+    def of(self, prompt: str, written: str) -> dict[str, Any] | None:
+        """The message of an answer that calls tools, as clients are told it; None where it calls
+        none, or what it writes is no call. Both texts with their special tokens."""
+        try:
+            found = self._tokenizer.parse_response(
+                written, self._template, prefix=prompt, tools=self._tools
+            )
+            calls = [_call(each["function"]) for each in found.get("tool_calls") or []]
+        except Exception:  # whatever a parser makes of what a model writes
+            return None
+        if not calls:
+            return None
+        told = {"role": "assistant", "content": found.get("content") or None, "tool_calls": calls}
+        thoughts = found.get("reasoning_content")
+        return told | ({"reasoning_content": thoughts} if thoughts else {})
+
+
+def _call(function: Mapping[str, Any]) -> dict[str, Any]:
+    name, arguments = function["name"], function.get("arguments") or {}
+    if not isinstance(name, str):
+        raise ValueError("a function without a name")
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    written = {"name": name, "arguments": arguments}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": written}
+
+
+def answers_of(tokenizer: Any, model: Any) -> Any:
+    """How transformers reads the target's answers: by the tokenizer's own description, or by the
+    one that its server has of some architectures. None: it does not."""
+    if (own := getattr(tokenizer, "response_template", None)) is not None:
+        return own
+    with suppress(ImportError):
+        from transformers.cli.serving.utils import get_response_template
+
+        return get_response_template(tokenizer, model)
+    return None

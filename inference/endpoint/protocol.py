@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any
 
 from medusa_heads.data.chat import ask_ids
-from medusa_heads.inference.endpoint.conversation import told_of
+from medusa_heads.inference.endpoint.conversation import Calls, answers_of, told_of, tools_told
 from medusa_heads.inference.endpoint.logprobs import MOST
 from medusa_heads.inference.endpoint.text import Text
 from medusa_heads.inference.endpoint.values import encodable, is_same, is_whole, number, of_kind
@@ -35,8 +35,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -48,7 +46,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 _READ = {"model", "n", "logprobs", "echo", "max_tokens", "seed", "stop", "stream", "stream_options"}
 _READ |= {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
-_OF_CHAT = {"top_logprobs", "max_completion_tokens", "chat_template_kwargs"}
+_OF_CHAT = {"tools", "tool_choice", "top_logprobs", "max_completion_tokens", "chat_template_kwargs"}
 
 
 @dataclass(frozen=True)
@@ -115,6 +113,7 @@ class Reader:
         if source not in given:
             raise ValueError(f"{source} is missing")
         told = of_kind(given, "chat_template_kwargs", dict, {})
+        tools = tools_told(given)
         choices = of_kind(given, "n", int, 1)
         if choices < 1:
             raise ValueError(f"n must be at least 1, got {choices}")
@@ -124,7 +123,9 @@ class Reader:
                 f"a request may ask for {self._most_texts} texts here (prompts times n), and this "
                 f"one asks for {len(sources) * choices}: ask for fewer at a time"
             )
-        prompts = [self._chat(each, told) if chat else self._prompt(each) for each in sources]
+        prompts = [
+            self._chat(each, told, tools) if chat else self._prompt(each) for each in sources
+        ]
         # A tokenizer may have tokens of its own, and on a GPU one too many ends the process.
         readable = self._target.readable
         for id in chain.from_iterable(prompts):
@@ -154,6 +155,7 @@ class Reader:
                 frozenset(self._special[each] for each in stops if each in self._special),
                 logprobs,
                 echo,
+                self._calls(tools),
             )
             for prompt in prompts
             for choice in range(choices)
@@ -168,7 +170,7 @@ class Reader:
             raise ValueError("the prompt is empty")
         return list(map(int, prompt))
 
-    def _chat(self, messages: Any, told: Mapping[str, Any]) -> list[int]:
+    def _chat(self, messages: Any, told: Mapping[str, Any], tools: list[Any] | None) -> list[int]:
         if not self._tokenizer.chat_template:
             raise ValueError(
                 "the target has no chat template: ask /v1/completions to continue a text, or serve "
@@ -178,7 +180,19 @@ class Reader:
             raise ValueError("messages must be a list of at least one message")
         if taken := sorted(set(told) & _taken(self._tokenizer.apply_chat_template)):
             raise ValueError(f"{taken[0]!r} is not among what chat_template_kwargs tell a template")
-        return ask_ids(self._tokenizer, [told_of(each) for each in messages], told)
+        said = [told_of(each) for each in messages]
+        template = self._tokenizer.get_chat_template(tools=tools)
+        called = any("tool_calls" in each for each in said)
+        for name, given in (("tools", tools), ("tool_calls", called)):
+            if given and name not in template:
+                raise ValueError(f"the target's chat template knows no {name}: leave them out")
+        return ask_ids(self._tokenizer, said, told, tools)
+
+    def _calls(self, tools: list[Any] | None) -> Calls | None:
+        if tools is None:
+            return None
+        template = answers_of(self._tokenizer, self._target.model)
+        return None if template is None else Calls(self._tokenizer, template, tools)
 
     def _max_tokens(self, given: Mapping[str, Any], prompt: int, *, chat: bool) -> int:
         limit = self._longest

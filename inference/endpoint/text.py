@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from medusa_heads.data.pieces import Pieces
+from medusa_heads.inference.endpoint.conversation import Calls
 from medusa_heads.inference.endpoint.logprobs import Weighed, Weights, name_behind
 
 Ending = Literal["stop", "length", "cancelled", "failed"]
@@ -29,6 +30,7 @@ class Text:
         stop_ids: tokens before which it ends, of which no text is made.
         logprobs: how many likeliest tokens are told of each token; None: no log-probabilities.
         echo: whether the prompt is told before it.
+        calls: finds calls of tools in it, which is told at its end then; None: there are none.
         tell: called by the thread that writes, with each piece of the text, and at the end with ""
             and how it ended.
         begun: tokens of the prompt that an earlier text had read.
@@ -36,6 +38,7 @@ class Text:
         ending: None while it is being written.
         fault: why it failed.
         stopped: whether it has come to a string to stop at.
+        message: the answer that calls tools, if it does.
         weighed: log-probabilities of the tokens written so far, where they were asked for.
     """
 
@@ -47,6 +50,7 @@ class Text:
     stop_ids: Collection[int] = ()
     logprobs: int | None = None
     echo: bool = False
+    calls: Calls | None = None
     tell: Callable[[str, Ending | None], None] = lambda piece, ending: None
     begun: int = 0
     tokens: int = 0
@@ -55,6 +59,8 @@ class Text:
     asked_at: float = field(default_factory=time.perf_counter)
     stopped: bool = False
     weighed: list[Weighed] = field(default_factory=list)
+    message: dict[str, Any] | None = None
+    _written: list[int] = field(default_factory=list)  # the tokens
     _held: str = ""  # may be the beginning of a string to stop at
     _length: int = 0  # of the text so far, with what is held
 
@@ -98,6 +104,8 @@ class Text:
         self.tokens += 1
         if self.logprobs is not None:
             self._name(int(token))
+        if self.calls is not None:
+            self._written.append(int(token))
         if self.stop_ids and token.item() in self.stop_ids:
             self.flush()
             self.stopped = True
@@ -119,6 +127,8 @@ class Text:
         if not self.stopped:
             held, self._held = self._held, ""
             self._say(held)
+            if self.calls is not None:
+                self.message = self.calls.of(self._spell(self.prompt), self._spell(self._written))
 
     def end(self, ending: Ending, fault: BaseException | None = None) -> None:
         """Nothing more is written; one that was written to its end has been flushed."""

@@ -229,11 +229,12 @@ def ask_ids(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Any],
     arguments: Mapping[str, Any] | None = None,
+    tools: list[Any] | None = None,
 ) -> list[int]:
-    """Token ids of a conversation, ready to be answered; `arguments` are told the template. Raises
-    BadRow: the template refuses it, or makes no tokens of it."""
+    """Token ids of a conversation, ready to be answered; `arguments` and `tools` are told the
+    template. Raises BadRow: the template refuses it, or makes no tokens of it."""
     template = ChatTemplate(tokenizer, arguments=arguments or {})
-    (ids,) = template.encode([template.render(messages, None, ask=True)])
+    (ids,) = template.encode([template.render(messages, tools, ask=True)])
     if not ids:
         raise BadRow("the chat template makes no tokens of it: say something")
     return ids
