@@ -52,7 +52,7 @@ def calls_told(calls: Any) -> list[dict[str, Any]]:
     """Calls of an earlier answer as chat templates read them: arguments are an object there, and a
     text in JSON in requests."""
     told = []
-    for call in calls if isinstance(calls, list) else [None]:
+    for call in calls if isinstance(calls, list) else [{}]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ValueError(_NO_CALLS)
@@ -75,7 +75,7 @@ def tools_told(given: Mapping[str, Any]) -> list[Any] | None:
     tools, choice = given.get("tools", []), given.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
         raise ValueError("tool_choice must be 'auto' or 'none': calls are not enforced here")
-    for tool in tools if isinstance(tools, list) else [None]:
+    for tool in tools if isinstance(tools, list) else [{}]:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         right = isinstance(function, Mapping) and isinstance(function.get("name"), str)
         if not right or tool.get("type") != "function":

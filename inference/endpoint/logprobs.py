@@ -70,11 +70,7 @@ def of_completion(weighed: Sequence[Weighed]) -> dict[str, Any]:
     return {
         "tokens": [each.token for each in weighed],
         "token_logprobs": [each.logprob for each in weighed],
-        # Where two have the same text, the likelier one; the token itself is always there.
-        "top_logprobs": [
-            None if each.logprob is None else dict([(each.token, each.logprob), *each.top[::-1]])
-            for each in weighed
-        ],
+        "top_logprobs": [None if each.logprob is None else _by_text(each) for each in weighed],
         "text_offset": [each.offset for each in weighed],
     }
 
@@ -86,6 +82,14 @@ def of_chat(weighed: Sequence[Weighed]) -> dict[str, Any]:
         for each in weighed
     ]
     return {"content": content, "refusal": None}
+
+
+def _by_text(weighed: Weighed) -> dict[str, float | None]:
+    """The likeliest ones and the token itself; where two have the same text, the likelier."""
+    found: dict[str, float | None] = {}
+    for token, logprob in [*weighed.top, (weighed.token, weighed.logprob)]:
+        found.setdefault(token, logprob)
+    return found
 
 
 def _entry(token: str, logprob: float | None) -> dict[str, Any]:

@@ -83,16 +83,18 @@ class Text:
         """As a part of the text; with the target's logits behind each of its tokens, where those
         are to be weighed."""
         pieces, said, ids = Pieces(self._decode), "", self.prompt
-        weights: list[Weights] = []
-        if logits_TV is not None:
-            self.weighed.append(Weighed(self._spell(ids[:1]), None, [], 0))
+        if logits_TV is None:
+            pieces.put(ids)
+        else:
             weights = Weights.of(logits_TV[:-1], ids[1:], self.logprobs or 0)
-        for place, token in enumerate(ids):
-            if place and weights:
-                name = partial(name_behind, self._spell, ids[place - 1 : place])
-                self.weighed.append(weights[place - 1].named(name, token, len(said)))
-            pieces.put([token])
-            said += pieces.next()
+            for place, token in enumerate(ids):
+                if place == 0:
+                    self.weighed.append(Weighed(self._spell(ids[:1]), None, [], 0))
+                else:
+                    name = partial(name_behind, self._spell, ids[place - 1 : place])
+                    self.weighed.append(weights[place - 1].named(name, token, len(said)))
+                pieces.put([token])
+                said += pieces.next()
         said += pieces.next(whole=True)
         self._length = len(said)
         self._say(said)

@@ -68,8 +68,8 @@ def test_the_template_is_told(model: Any) -> None:
     made = tokenizer_of(None)
     assert rendered(model, made) == "[add]u:hia:"
     assert rendered(model, made, tool_choice="auto", parallel_tool_calls=True) == "[add]u:hia:"
-    for body in ({"tools": []}, {"tools": None}, {"tool_choice": "none"}):
-        assert rendered(model, made, **body) == "u:hia:"
+    for name, value in (("tools", []), ("tools", None), ("tool_choice", "none")):
+        assert rendered(model, made, **{name: value}) == "u:hia:"
     talk = [
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": None, "tool_calls": [CALLED]},
