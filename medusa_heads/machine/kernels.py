@@ -23,6 +23,9 @@ _KNOWN = ("x86_64", "AMD64")
 _MOST_INPUT = 127  # of a row in eight bits
 _PACKED_FOR = 16  # rows that the order of a packed matrix suits; of other numbers it is as right
 _PACKABLE = (torch.float32, torch.bfloat16)
+# What is said whenever a kernel in Triton is started: products are added without being rounded, as
+# when the kernels were compared and timed. Triton 3.9 warns where nobody says it, and 3.10 rounds.
+FUSED = {"enable_fp_fusion": True}
 # Kept where this module is loaded again: with it its operators would go.
 _operators: torch.library.Library = globals().get("_operators") or torch.library.Library(
     "medusa_heads", "FRAGMENT"

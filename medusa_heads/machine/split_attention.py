@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from medusa_heads.machine.kernels import FUSED
+
 _FEWEST = 16  # rows and columns of a product on tensor cores
 _MOST_PARTS = 64
 _WAVES = 2  # programs for each processor
@@ -87,6 +89,7 @@ def split_attention(
         BLOCK_Y=block_y,
         num_warps=8 if block_m > 64 else 4,
         num_stages=_STAGES,
+        **FUSED,
     )
     _add_up[(rows, batch * shared)](
         added_TPMY,
@@ -101,6 +104,7 @@ def split_attention(
         BLOCK_P=triton.next_power_of_2(parts),
         BLOCK_Y=block_y,
         num_warps=4,
+        **FUSED,
     )
     return out_BNHY
 
@@ -112,7 +116,7 @@ def words_seen(mask_B1NS: Tensor) -> Tensor:
     words_BU = mask_BNS.new_empty(batch, slots + 2, dtype=torch.long)
     least, block = torch.finfo(mask_BNS.dtype).min / 2, triton.next_power_of_2(tokens)
     given = mask_BNS, words_BU, least, tokens, slots, *_steps(mask_BNS)
-    _words_seen[(batch,)](*given, block, _MASK_AT_ONCE // block, num_warps=8)
+    _words_seen[(batch,)](*given, block, _MASK_AT_ONCE // block, num_warps=8, **FUSED)
     return words_BU
 
 

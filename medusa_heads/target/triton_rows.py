@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from medusa_heads.machine.kernels import FUSED
+
 _FEWEST = 16  # rows of a block: each number of them is another kernel, and paths vary
 _WORDS_OF_WARP = 32 * 8  # that its threads hold in registers
 
@@ -36,6 +38,7 @@ def move_rows(stack: Tensor, source_BA: Tensor, destination_BA: Tensor) -> None:
         BLOCK_A=block_A,
         BLOCK_W=block_W,
         num_warps=min(warps, 8),
+        **FUSED,
     )
 
 

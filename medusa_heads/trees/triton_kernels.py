@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from medusa_heads.machine.kernels import FUSED
+
 _PAIRS = 16384  # of offers that are compared at once
 
 
@@ -67,6 +69,7 @@ def grow_level(
         BLOCK_S=at_once(block_F, block_R),
         BLOCK_C=triton.next_power_of_2(count),
         num_warps=8,
+        **FUSED,
     )
     return best_BK, above_BK, own_BK, longer_BAJ
 
@@ -117,6 +120,7 @@ def choose_nodes(
         BLOCK_N=triton.next_power_of_2(nodes),
         DOUBLINGS=(nodes - 1).bit_length(),
         num_warps=16,
+        **FUSED,
     )
     return tokens_BN, parents_BN, depth_BN, ancestors_BNN, log_probs_BN, path_scores_BN, ranks_BN
 

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from medusa_heads.machine.kernels import FUSED
+
 _COLUMNS = 2048  # that a program looks through
 
 
@@ -24,7 +26,7 @@ def largest(x_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     places_RP = keys_RP.new_empty(rows, blocks * count, dtype=torch.int32)
     values_RK, ids_RK = x_RV.new_empty(rows, count), keys_RP.new_empty(rows, count).long()
     _largest_of_block[(rows, blocks)](
-        x_RV, keys_RP, places_RP, columns, blocks, COUNT=count, BLOCK=_COLUMNS, num_warps=4
+        x_RV, keys_RP, places_RP, columns, blocks, COUNT=count, BLOCK=_COLUMNS, num_warps=4, **FUSED
     )
     _largest_of_all[(rows,)](
         x_RV,
@@ -37,6 +39,7 @@ def largest(x_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
         COUNT=count,
         BLOCK=triton.next_power_of_2(blocks * count),
         num_warps=4,
+        **FUSED,
     )
     return values_RK, ids_RK
 

@@ -264,7 +264,7 @@ def compiled(kernel, dtype, capability, warps, **sizes):
         constexprs={places[name]: size for name, size in sizes.items()},
         attrs={places[name]: [["tt.divisibility", 16]] for name in aligned},
     )
-    options = {"num_warps": warps, "num_stages": module._STAGES}
+    options = {"num_warps": warps, "num_stages": module._STAGES, **module.FUSED}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 shapes = [(2, "bf16", 64), (2, "fp16", 128), (2, "bf16", 256), (4, "fp32", 128)]

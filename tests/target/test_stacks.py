@@ -201,6 +201,7 @@ COMPILE = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from medusa_heads.machine.kernels import FUSED
 from medusa_heads.target.triton_rows import _move_rows
 
 TYPES = {"words": "*i64", "sources": "*i64", "destinations": "*i64"}
@@ -212,7 +213,8 @@ for capability in (80, 90):
         signature |= dict.fromkeys(sizes, "constexpr")
         given = {(names.index(name),): size for name, size in sizes.items()}
         made = ASTSource(_move_rows, signature, given)
-        compile(made, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+        options = {"num_warps": 4, **FUSED}
+        compile(made, target=GPUTarget("cuda", capability, 32), options=options)
 """
 
 

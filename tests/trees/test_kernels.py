@@ -261,9 +261,9 @@ def test_they_are_compared_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 COMPILE = """
-from triton import compile
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, compile
+from medusa_heads.machine.kernels import FUSED
 from medusa_heads.trees import triton_kernels, triton_largest
 
 WHOLE = "tokens parents depths paths places jumps words above own longer ids own_tokens own_parents"
@@ -277,7 +277,7 @@ def compiled(kernel, capability, sizes, **others):
     signature |= dict.fromkeys(sizes, "constexpr")
     places = {name: (number,) for number, name in enumerate(kernel.arg_names)}
     made = ASTSource(kernel, signature, {places[name]: size for name, size in sizes.items()})
-    compile(made, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
+    compile(made, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8, **FUSED})
 
 for capability in (80, 90):
     for f, r in ((1, 32), (16, 32), (64, 16)):

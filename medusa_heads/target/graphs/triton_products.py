@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from medusa_heads.machine.kernels import FUSED
+
 MOST_TOKENS, MOST_MATRICES = 64, 3
 _FEWEST = 16  # rows of a product on tensor cores
 
@@ -57,6 +59,7 @@ def products(x_ND: Tensor, matrices: Sequence[Tensor], which: int) -> list[Tenso
         BLOCK_D=blocks.inputs,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
+        **FUSED,
     )
     return results
 

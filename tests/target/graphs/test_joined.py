@@ -229,6 +229,7 @@ COMPILE = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from medusa_heads.machine.kernels import FUSED
 from medusa_heads.target.graphs.triton_products import BLOCKS, _products
 
 NUMBERS = "tokens first_tiles second_tiles first_O second_O third_O D".split()
@@ -252,7 +253,7 @@ for capability in (80, 90):
                     {places[name]: size for name, size in sizes.items()},
                     {places[name]: [["tt.divisibility", 16]] for name in aligned},
                 )
-                options = {"num_warps": warps, "num_stages": stages}
+                options = {"num_warps": warps, "num_stages": stages, **FUSED}
                 target = GPUTarget("cuda", capability, 32)
                 shared.append(compile(source, target=target, options=options).metadata.shared)
             print(min(shared))
