@@ -5,6 +5,7 @@ file before the others begin.
 """
 
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -57,6 +58,12 @@ def pytest_xdist_auto_num_workers() -> int:
 gc.disable()
 # What a shell starts in the background ignores Ctrl-C, and so would the runs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """pytest listens to each logger that hands nothing on. To this one dynamo writes every graph in
+    many forms as soon as somebody listens: they take time, and fill the report of a failure."""
+    logging.getLogger("torch.__trace").propagate = True
 
 
 @pytest.hookimpl(tryfirst=True)
