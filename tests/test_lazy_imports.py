@@ -9,7 +9,7 @@ import pytest
 
 import medusa_heads
 
-HEAVY = ("torch", "datasets", "matplotlib")  # `transformers` alone loads its parser in a moment
+HEAVY = ("torch", "transformers", "datasets", "matplotlib")
 
 WITH_A_MODEL = (
     *("accelerate", "bitsandbytes", "datasets", "matplotlib", "pandas", "peft", "pyarrow"),
@@ -57,7 +57,8 @@ print(sorted(set({WITH_A_MODEL}) & (set(sys.modules) - before)))
     ("module", "flag", "said"),
     [
         *((module, "--help", "usage") for module in ("verbs.calibrate", "main")),
-        *((module, "--help", "usage") for module in ("train_heads", "train_draft")),
+        ("train_heads", "--help", "--self_distill"),
+        ("train_draft", "--help", "--on_policy_share"),
         ("main", "--version", f"medusa-heads {metadata.version('medusa-heads')}"),
         ("train_heads", "--version", f"medusa-heads {metadata.version('medusa-heads')}"),
     ],

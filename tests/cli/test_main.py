@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -61,10 +62,13 @@ for argv in {[["--help"], *([verb, "--help"] for verb in VERBS)]}:
     heavy = {{"torch", "transformers", "datasets", "matplotlib"}} & set(sys.modules)
     assert code == 0 and not heavy, (argv, code, heavy)
 """
+    before = os.times().children_user
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert os.times().children_user - before < 1  # seconds of its own, however busy the machine
     for verb in VERBS:
         assert f"usage: medusa-heads {verb}" in done.stdout
+    assert "--greedy_share" in done.stdout and "--api_key_variable" in done.stdout
 
 
 def test_mistakes_of_the_benchmark_verb(tmp_path: Path, refused: Refused) -> None:
