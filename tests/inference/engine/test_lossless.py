@@ -29,6 +29,7 @@ from medusa_heads.target.target import TargetModel
 from tests.conftest import DEVICE
 from tests.inference.planted import PlainCausalDrafter, PlantedDrafter
 from tests.inference.reference import reference
+from tests.pairs import alternately
 
 VOCAB = 199
 PROMPT = 21
@@ -162,22 +163,28 @@ def assert_accepted(stats: GenerationStats) -> None:
     assert stats.tokens < 10 or stats.tokens_per_step > 1.3
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_equal_to_generate(model: Any, options: dict[str, Any]) -> None:
-    inputs = prompts(1)
-    expected_BT = plain(model, inputs, **options)
-    got_BT, stats = decode_planted(model, expected_BT, inputs, PlantedDrafter, **options)
+@pytest.mark.parametrize(
+    ("model", "options"), alternately(sorted(ARCHITECTURES), OPTIONS), indirect=["model"]
+)
+def test_equal_to_generate(model: Any, options: str) -> None:
+    given, inputs = OPTIONS[options], prompts(1)
+    expected_BT = plain(model, inputs, **given)
+    got_BT, stats = decode_planted(model, expected_BT, inputs, PlantedDrafter, **given)
     assert torch.equal(got_BT, expected_BT)
     assert stats.tokens == expected_BT.shape[1] - PROMPT
     assert_accepted(stats)
 
 
-@pytest.mark.parametrize("options", [OPTIONS["greedy"], OPTIONS["penalties"], OPTIONS["ends"]])
-def test_ragged_batch_equal_to_generate(model: Any, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("model", "options"),
+    alternately(sorted(ARCHITECTURES), ("greedy", "penalties", "ends")),
+    indirect=["model"],
+)
+def test_ragged_batch_equal_to_generate(model: Any, options: str) -> None:
     """Rows of unequal padding, acceptance and end; each equal to its row of generate()."""
-    inputs = prompts(4)
-    expected_BT = plain(model, inputs, **options)
-    got_BT, stats = decode_planted(model, expected_BT, inputs, PlantedDrafter, **options)
+    given, inputs = OPTIONS[options], prompts(4)
+    expected_BT = plain(model, inputs, **given)
+    got_BT, stats = decode_planted(model, expected_BT, inputs, PlantedDrafter, **given)
     assert torch.equal(got_BT, expected_BT)
     assert_accepted(stats)
 
