@@ -11,10 +11,9 @@ from transformers import DynamicCache, QuantizedCache, StaticCache
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
 from medusa_heads.target.target import TargetModel
-from scripts.prove.tiny_models import builder
 from tests.conftest import TinyLlama
 from tests.inference.conftest import INPUTS, plain
-from tests.inference.recurrent import prompt, tiny_target, written
+from tests.inference.recurrent import prompt, short_target, tiny_target, written
 
 
 def whole_text(ids_1T: Tensor) -> dict[str, Any]:
@@ -80,7 +79,7 @@ def test_one_that_was_returned_goes_on_with_a_compiled_target(
     kind: str | None, tiny_llama: TinyLlama
 ) -> None:
     """Which reads on in a cache of fixed size, and fills the caller's."""
-    target = TargetModel(tiny_llama(vocab_size=24) if kind is None else builder(kind)((0.15, 0.15)))
+    target = TargetModel(tiny_llama(vocab_size=24)) if kind is None else short_target(kind)
     heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
     options: dict[str, Any] = {"tree": "chain"}
     medusa = MedusaModel(target, heads, **options)
