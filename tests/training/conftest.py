@@ -1,6 +1,7 @@
 """Tiny targets and texts for the training tests."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,10 +34,12 @@ def target() -> TargetModel:
     return made
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_rows() -> Callable[..., Dataset]:
-    """Rows that can be learnt: each token is the one before plus a step of the row's own."""
+    """Rows that can be learnt: each token is the one before plus a step of the row's own. Nobody
+    can change a dataset: whoever asks for the same rows is given the same one."""
 
+    @cache
     def make(count: int, length: int = 24, prompt: int = 4, seed: int = 0) -> Dataset:
         generator = torch.Generator().manual_seed(seed)
         rows = []
@@ -49,7 +52,7 @@ def make_rows() -> Callable[..., Dataset]:
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def texts(make_rows: Callable[..., Dataset]) -> tuple[Dataset, Dataset]:
     """Rows of unequal lengths, with prompts; one has two answers, one learns nothing."""
     rows = [*make_rows(9), *make_rows(6, length=40, prompt=20, seed=1)]
