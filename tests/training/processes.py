@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,14 @@ _LONGEST = 90.0  # seconds without an end, of processes that are sound
 
 class Failed(Exception):
     """Some process ended otherwise than well; what it printed."""
+
+
+def forked() -> ForkServerContext:
+    """What starts processes that need import nothing: all of a worker's tests share what they are
+    forked from."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    return context
 
 
 def run_together(
@@ -34,8 +43,7 @@ def run_together(
     once and in the environment of a launch; perhaps they die in a step. Each says what it finds in
     the folder of a run that has ended. Where one ends badly, the others are killed, unless they
     must end by themselves. Raises Failed."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED)
+    context = forked()
     folder.mkdir()
     given = folder, runs, environ or {}, kill_in_step
     processes = [

@@ -16,6 +16,7 @@ from medusa_heads.inference.regeneration import transformers_backend
 from medusa_heads.inference.regeneration.prompts import is_greedy
 from medusa_heads.inference.regeneration.regenerate import regenerate
 from medusa_heads.target.target import TargetModel
+from tests.training.processes import forked
 
 NEW = 12
 
@@ -218,9 +219,17 @@ def test_empty_prompts_are_refused(target: TargetModel, tmp_path: Path) -> None:
         run(target, Dataset.from_dict({"input_ids": [[1], []]}), tmp_path)
 
 
+@pytest.mark.parametrize("spawned", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_workers_write_what_one_does(
-    target: TargetModel, prompts: Dataset, tmp_path: Path
+    target: TargetModel,
+    prompts: Dataset,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    spawned: bool,
 ) -> None:
+    """Whether each imports torch for itself or not, it is sent the model and the batches."""
+    if not spawned:
+        monkeypatch.setattr(transformers_backend, "get_context", lambda _: forked())
     alone = run(target, prompts, tmp_path / "alone")
     together = run(target, prompts, tmp_path / "together", num_workers=2)
     assert together.to_dict() == alone.to_dict()
