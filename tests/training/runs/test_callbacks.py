@@ -158,23 +158,11 @@ def test_a_run_that_goes_on_in_another_folder_knows_its_best_heads(
     assert run("second", 10, "second/checkpoint-8")[0] == 10
 
 
-@pytest.mark.parametrize(
-    ("changed", "held_out", "said"),
-    [
-        ({"metric_for_best_model": "loss"}, 9, "by another metric_for_best_model"),
-        ({}, 8, "by another held-out text"),
-        ({}, 9, None),
-    ],
-)
 def test_what_was_best_by_another_measure_is_forgotten(
-    changed: Any,
-    held_out: int,
-    said: str | None,
-    target: TargetModel,
-    make_rows: Rows,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    target: TargetModel, make_rows: Rows, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    ended = tmp_path / "run"
+
     def run(steps: int, seed: int, resume: str | None = None, **more: Any) -> dict[str, Any]:
         wild: Any = {"save_steps": 1, "learning_rate": 3.0, "save_total_limit": None, **more}
         train_heads(
@@ -182,21 +170,31 @@ def test_what_was_best_by_another_measure_is_forgotten(
             make_rows(20),
             eval_dataset=make_rows(20, seed=seed),
             config=HeadsConfig(num_heads=2),
-            output_dir=tmp_path,
-            training_args=quick(tmp_path, steps, lr_scheduler_type="constant", **wild),
+            output_dir=ended,
+            training_args=quick(ended, steps, lr_scheduler_type="constant", **wild),
             resume_from_checkpoint=resume,
         )
-        return measured(tmp_path)
+        return measured(ended)
 
     first = run(8, 9)["best_step"]
     assert first < 8
-    finished, further = run(8, held_out, "last", **changed), run(9, held_out, "last", **changed)
-    if said is None:
-        assert finished["best_step"] == further["best_step"] == first
-        assert "is forgotten" not in caplog.text
-    else:
-        assert (finished["best_step"], further["best_step"]) == (None, 9)
-        assert f"the best so far was chosen {said}: it is forgotten" in caplog.text
+    shutil.copytree(ended, tmp_path / "kept")
+    cases: list[tuple[dict[str, Any], int, str | None]] = [
+        ({"metric_for_best_model": "loss"}, 9, "by another metric_for_best_model"),
+        ({}, 8, "by another held-out text"),
+        ({}, 9, None),
+    ]
+    for changed, held_out, said in cases:
+        shutil.rmtree(ended)
+        shutil.copytree(tmp_path / "kept", ended)
+        caplog.clear()
+        finished, further = run(8, held_out, "last", **changed), run(9, held_out, "last", **changed)
+        if said is None:
+            assert finished["best_step"] == further["best_step"] == first
+            assert "is forgotten" not in caplog.text
+        else:
+            assert (finished["best_step"], further["best_step"]) == (None, 9)
+            assert f"the best so far was chosen {said}: it is forgotten" in caplog.text
 
 
 class Send(TrainerCallback):
