@@ -82,7 +82,7 @@ def tokens_per_step(target: TargetModel, modules: Path | None) -> float:
     """Over texts that stay what the target alone writes."""
     drafting: Any = TrainingFreeModel(target, "mtp", modules=modules, deterministic=True)
     ids_BT = prompts(80)[72:]
-    model, options = cast(Any, target.model), {"max_new_tokens": 40, "do_sample": False}
+    model, options = cast(Any, target.model), {"max_new_tokens": 26, "do_sample": False}
     expected_BT = model.generate(ids_BT, **options)
     assert torch.equal(drafting.generate(ids_BT, **options), expected_BT)
     return float(drafting.last_stats.tokens_per_step)
@@ -123,7 +123,7 @@ def test_modules_of_a_target_that_was_fine_tuned(tmp_path: Path) -> None:
     before = tokens_per_step(target, outdated)
     assert before < before_tuning - 0.3
     corpus, output = own_text(target, tmp_path / "own.jsonl"), tmp_path / "mtp"
-    more = ["--mtp_from", str(base), "--mtp_depth", "3"]
+    more = ["--mtp_from", str(base), "--mtp_depth", "3", "--max_steps", "20", "--save_steps", "20"]
     assert main(flags(tmp_path / "tuned", corpus, output, *more)) == 0
     assert tokens_per_step(target, output) > before + 0.3
     assert len(read_mtp_sidecar(output)["measured"]["top1"]) == 3
