@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_SHARE = 0.005  # of all seconds, that trials may lose
+SHARE = 0.01  # of all seconds, that trials may lose
 _MOST_SAVED = 12  # plain steps that an allowance holds at most
 _MEMORY = 200.0  # steps after which one counts a third of a new one
 _KEPT, _KEPT_UNTRIED = 1.0 - 1.0 / _MEMORY, 1.0 - 0.1 / _MEMORY  # what is known, step by step
@@ -22,14 +22,15 @@ class Allowance:
     Args:
         step: seconds of a plain step.
         saved: how many of them are there to begin with.
+        share: of all seconds, that trials may lose.
     """
 
-    def __init__(self, step: float, saved: float = 3.0) -> None:
-        self._left, self._most = saved * step, _MOST_SAVED * step
+    def __init__(self, step: float, saved: float = 3.0, share: float = SHARE) -> None:
+        self._left, self._most, self._share = saved * step, _MOST_SAVED * step, share
 
     def grow(self, seconds: float) -> None:
         """So much time has passed."""
-        self._left = min(self._left + _SHARE * seconds, self._most)
+        self._left = min(self._left + self._share * seconds, self._most)
 
     def owe(self, seconds: float) -> None:
         """So much is lost whatever is left: later trials wait for what is ever saved of it."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from medusa_heads.inference.adapt.bandit import Allowance, Bandit
+from medusa_heads.inference.adapt.bandit import SHARE, Allowance, Bandit
 from medusa_heads.inference.adapt.budget import Budget
 from medusa_heads.inference.adapt.clock import Clock
 from medusa_heads.inference.adapt.lessons import Columns
@@ -91,14 +91,15 @@ class Situation:
     ) -> None:
         self._clock, self.group, self.rows, self._stay = clock, group, rows, padded
         self.graphs = list(sizes) if padded else []
-        self.allowance = Allowance(clock.step(rows))
-        self.sizing = Allowance(clock.step(rows), 1.0)  # of trials of sizes
+        # Several of them: half as much each.
+        self.allowance = Allowance(clock.step(rows), share=SHARE / 2)
+        self.sizing = Allowance(clock.step(rows), 1.0, SHARE / 2)  # of trials of sizes
         # Where more is expected of the text, a second is worth more; such passages last.
         self.budgets = [Budget(clock, sizes, rows, padded=padded) for _ in _TYPICAL]
         # Not at the text, and at it.
         self.looking = Bandit([(0.0, 0.0), (0.5, 0.0)], self.allowance, idle=True)
         # Each source pays for its own trials: a dear one would leave nothing to a cheap one.
-        self.allowances = [Allowance(clock.step(rows), 1.0) for _ in sources]
+        self.allowances = [Allowance(clock.step(rows), 1.0, SHARE / 2) for _ in sources]
         self.gains = [
             [self._first(source, known, drawn, own) for known in _TYPICAL]
             for source, own in zip(sources, self.allowances, strict=True)

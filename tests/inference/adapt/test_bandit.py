@@ -36,7 +36,7 @@ def test_a_bad_way_stays_rare_and_loses_no_more_than_its_share() -> None:
     bad = (0.2, 1.5)
     gone = run(Bandit([PLAIN, bad], allowance), allowance, [PLAIN, bad], 4000)
     lost = sum(gone) * (bad[1] - bad[0])  # seconds, where a second is worth a token
-    assert 0 < lost <= module._SHARE * (4000 + sum(gone) * 0.5) + 3.0 + 1.3
+    assert 0 < lost <= module.SHARE * (4000 + sum(gone) * 0.5) + 3.0 + 1.3
 
 
 def test_a_way_that_was_thought_good_is_left() -> None:
@@ -77,7 +77,7 @@ def test_an_allowance_pays_what_it_has() -> None:
     allowance = Allowance(1.0)
     assert allowance.pay(2.0) and not allowance.pay(2.0) and allowance.pay(1.0)
     allowance.grow(100.0)
-    assert not allowance.pay(100 * module._SHARE + 0.01) and allowance.pay(100 * module._SHARE)
+    assert not allowance.pay(100 * module.SHARE + 0.01) and allowance.pay(100 * module.SHARE)
     allowance.grow(1e9)
     assert not allowance.pay(module._MOST_SAVED + 0.01)  # no more than that is saved
     assert allowance.pay(-5.0) and allowance.pay(module._MOST_SAVED)
@@ -87,5 +87,5 @@ def test_what_is_owed_is_soon_forgotten() -> None:
     """An interrupted trial took longer than any trial does."""
     allowance = Allowance(1.0)
     allowance.owe(1e9)
-    allowance.grow(module._MOST_SAVED / module._SHARE + 1.0)
+    allowance.grow(module._MOST_SAVED / module.SHARE + 1.0)
     assert allowance.pay(0.0)

@@ -151,13 +151,14 @@ def test_a_useless_corpus_is_soon_left_alone(
         nodes.append(drafter.nodes)
     with_corpus, without = nodes
     assert sum(with_corpus[:4]) > sum(without[:4])
-    # Drawn on another device, it is a text that may repeat itself more: then the corpus costs a few
-    # nodes still. Where it is never left alone, it costs most of three a step.
-    spare = 0.0 if DEVICE == "cpu" else 3 / 8
+    # The corpus costs a few nodes still, while it is tried now and then, and more of them where the
+    # text is drawn on another device, and may repeat itself more. Where it is never left alone, it
+    # costs most of three a step.
+    spare = 3 / 16 if DEVICE == "cpu" else 3 / 8
     for start in (40, 80):
         more = sum(with_corpus[start:]) - sum(without[start:])
         assert more <= spare * len(with_corpus[start:])
-    assert len(looks) < len(without) * 0.7 and max(looks) > 150  # seldom, but to the end
+    assert len(looks) < len(without) * 0.7 and max(looks) > 110  # seldom, but on and on
 
 
 @pytest.mark.parametrize("tree", ["auto", "7+suffix", "suffix:4"])
