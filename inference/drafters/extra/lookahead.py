@@ -158,8 +158,8 @@ class LookaheadDrafter(Drafter):
                 known[row] = _Window(row, padding)
             windows.append(known[row])
             windows[-1].follow(row.length)
-        tokens_BW = torch.tensor([window.tokens() for window in windows])
-        tree = self._with_window(drafts, tokens_BW.to(drafts.tokens_BN.device))
+        told = [window.tokens() for window in windows]
+        tree = self._with_window(drafts, torch.tensor(told, device=drafts.tokens_BN.device))
         self._asked = (tree, windows)
         return tree
 

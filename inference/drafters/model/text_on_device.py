@@ -53,8 +53,9 @@ class DraftedTextOnDevice(OnDevice):
     def begin(self, memory: DraftedText) -> None:
         """Go on with what was read of this text."""
         last = [row.ids_1T()[0, -2:].tolist() for row in memory.rows]
-        self._before_B.copy_(torch.tensor([before for before, _ in last]))
-        self._ends_B.copy_(torch.tensor([row.length for row in memory.rows]))
+        ends = [row.length for row in memory.rows]
+        self._before_B.copy_(torch.tensor([before for before, _ in last], device="cpu"))
+        self._ends_B.copy_(torch.tensor(ends, device="cpu"))
         self._cache.copy_rows(memory.cache, max(memory.lengths))
 
     def catch_up(self, state: DeviceState) -> Tensor:

@@ -167,7 +167,7 @@ class StaticRowCache(RowCache):
         try:
             self._stacks.nodes_N, self._stacks.seen = self._nodes[nodes], seen
             if first is not None:
-                torch.arange(first, first + nodes, out=self._stacks.nodes_N)
+                torch.arange(first, first + nodes, out=self._stacks.nodes_N, device=device)
             yield
         finally:
             self._stacks.nodes_N = self._stacks.seen = None
