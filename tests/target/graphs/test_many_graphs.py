@@ -18,7 +18,7 @@ def test_texts_go_on_where_torch_keeps_too_many_graphs(tiny_llama: TinyLlama, co
     """Those of the process are counted together. What has a graph is decoded by it."""
     model: Any = tiny_llama()
     model.generation_config.pad_token_id = 0
-    medusa = MedusaModel(
+    medusa: Any = MedusaModel(
         model,
         new_heads(model, HeadsConfig(num_heads=2)),
         tree="4",

@@ -55,8 +55,9 @@ def scores() -> int:
 def test_a_decoder_is_copied_after_a_streamed_text(tiny_llama: TinyLlama) -> None:
     """Streamers have locks, which cannot be copied."""
     model = tiny_llama()
-    decoder = TrainingFreeModel(model, compile=False)
-    streamer: Any = TextIteratorStreamer(SaysNothing())  # type: ignore[arg-type]
+    decoder: Any = TrainingFreeModel(model, compile=False)
+    nothing: Any = SaysNothing()
+    streamer = TextIteratorStreamer(nothing)
     decoder.generate(**INPUTS, **GREEDY, streamer=streamer)
     made = copy.deepcopy(decoder).generate(**INPUTS, **GREEDY)
     assert torch.equal(made, reference(model, **INPUTS, **GREEDY))
