@@ -158,7 +158,8 @@ def _words_seen(  # type: ignore[no-untyped-def]
         s_S = start + tl.arange(0, BLOCK_S)
         there_NS = (n_N < N)[:, None] & (s_S < S)[None, :]
         at_NS = b * mask_b + n_N[:, None] * mask_n + s_S[None, :]
-        allowed_NS = tl.load(mask + at_NS, mask=there_NS, other=float("-inf")) > least
+        mask_NS = tl.load(mask + at_NS, mask=there_NS, other=float("-inf"))
+        allowed_NS = mask_NS.to(tl.float32) > least  # Triton 3.9 interprets bf16 as whole numbers
         word_S = tl.sum(tl.where(allowed_NS, bit_N[:, None], 0), 0)
         tl.store(words_of_b + s_S, word_S, mask=s_S < S)
         first_S = tl.minimum(first_S, tl.where(word_S != 0, s_S, S))
