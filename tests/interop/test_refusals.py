@@ -173,7 +173,9 @@ def test_a_pickle_of_tensors_that_are_not_plain(
     name = "0.0.linear.weight"
     tensors[name] = strange(tensors[name])
     source = layouts.fasterdecoding_pt(tmp_path / "source", tensors)
-    assert f"{name} is no plain tensor" in refused(source, tmp_path)
+    why = refused(source, tmp_path)
+    by_torch = strange is nested and "Weights only load failed" in why  # from torch 2.15 on
+    assert f"{name} is no plain tensor" in why or by_torch
 
 
 def test_a_pipe_in_the_place_of_weights_is_not_waited_for(tmp_path: Path) -> None:
