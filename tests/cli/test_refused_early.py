@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from medusa_heads import inference
 from medusa_heads.cli import train_draft, train_heads
 from medusa_heads.cli.main import main
 from medusa_heads.cli.verbs import prepare_hidden
@@ -106,6 +107,8 @@ def test_a_place_to_serve_at_is_looked_for_before_a_target_is_loaded(
     for name in list(sys.modules):
         if name.startswith("medusa_heads.inference.endpoint"):
             monkeypatch.delitem(sys.modules, name)
+    # Importing it anew lays it there, for all that looks it up by its name.
+    monkeypatch.setattr(inference, "endpoint", None, raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert "serving needs uvicorn: pip install" in refused(main, command)
 

@@ -46,6 +46,7 @@ def test_larger_texts_take_what_was_foretold(
     prompt: int,
     new: int,
 ) -> None:
+    torch.manual_seed(0)  # some texts hold less, as no step of theirs commits much to many rows
     seen = memory.weights + max(watch(model, rows, prompt, new))
     parts = memory.describe(rows, prompt, new)
     assert parts["most"] == pytest.approx(seen, rel=CLOSE)
