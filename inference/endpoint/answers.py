@@ -17,6 +17,7 @@ def refused(status: int, said: str) -> dict[str, Any]:
     begun it alone says the status."""
     usual = "invalid_request_error" if status < 500 else "server_error"
     kind = _TYPES.get(status, usual)
+    said = said.encode(errors="backslashreplace").decode()  # it may quote half of a character
     return {"error": {"message": said, "type": kind, "param": None, "code": str(status)}}
 
 

@@ -177,6 +177,15 @@ def test_a_template_without_tools(model: Any, tokenizer: Any) -> None:
         rendered(model, tokenizer, tools=[], messages=[said])
 
 
+def test_a_template_that_quotes_half_of_a_character(model: Any) -> None:
+    """No answer can have it: nothing writes it as bytes."""
+    made = make_tokenizer("{{ raise_exception('no tool ' + tools[0].function.name) }}")
+    tools = [{"type": "function", "function": {"name": "a\ud800"}}]
+    with Server(model, made, port=0) as server:
+        status, answer = ask(server, "/v1/chat/completions", ASK | {"tools": tools})
+    assert status == 400 and r"no tool a\ud800" in answer["error"]["message"]
+
+
 def test_architectures_whose_calls_transformers_knows() -> None:
     """Where the tokenizer says nothing of them."""
     pytest.importorskip("transformers.cli.serving.utils")
