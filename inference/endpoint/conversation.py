@@ -113,12 +113,14 @@ class Calls:
 
 
 def _call(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises ValueError: no client could read it, or send it back."""
     name, arguments = function["name"], function.get("arguments") or {}
-    if not isinstance(name, str):
-        raise ValueError("a function without a name")
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    written = {"name": name, "arguments": arguments}
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if not isinstance(name, str) or not isinstance(arguments, Mapping):
+        raise ValueError("a function without a name, or without an object of arguments")
+    said = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    written = {"name": encodable(name, "name"), "arguments": encodable(said, "call")}
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": written}
 
 

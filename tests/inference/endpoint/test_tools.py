@@ -129,6 +129,11 @@ def test_calls_are_found(before: str, endless: Any, writes: Any) -> None:
         ("no call<end>", ANSWERS),
         ('<call>{"name": "add", "argum<end>', ANSWERS),  # no JSON
         ("<call>[3]</call><end>", ANSWERS),
+        (CALL.replace("3", r'"\ud800"') + "<end>", ANSWERS),  # half of a character
+        (CALL.replace("add", r"a\ud800") + "<end>", ANSWERS),
+        (CALL.replace('{"x": 3}', '"three"') + "<end>", ANSWERS),  # no object
+        (CALL.replace('{"x": 3}', "[3]") + "<end>", ANSWERS),
+        (CALL.replace("3", "NaN") + "<end>", ANSWERS),
         (CALL + "<end>", None),  # nobody says how it calls
     ],
 )
