@@ -13,6 +13,8 @@ from medusa_heads.inference.endpoint.values import encodable, of_kind
 
 _NO_CALLS = "tool_calls must be a list of functions, each with a name and arguments as JSON"
 _NO_TOOLS = "tools must be a list of objects, each of type function and with a function of a name"
+# Of a role's messages; an answer is sent back with the thoughts that it was told with.
+_MORE = {"assistant": {"tool_calls", "reasoning_content"}, "tool": {"tool_call_id"}}
 _LONGEST_ROLE = 40  # characters of one that is quoted
 
 
@@ -31,7 +33,7 @@ def told_of(message: Any) -> dict[str, Any]:
         content = "".join(part for part in parts if isinstance(part, str))
         if not all(isinstance(part, str) for part in parts):
             raise ValueError("a message's content must be text")
-    more = {"assistant": {"tool_calls"}, "tool": {"tool_call_id"}}.get(given["role"], set())
+    more = _MORE.get(given["role"], set())
     if content is None and "tool_calls" in given:
         content = ""  # None would be written out
     if not isinstance(content, str):
@@ -41,10 +43,9 @@ def told_of(message: Any) -> dict[str, Any]:
     told = {"role": given["role"], "content": encodable(content, "content")}
     if "tool_calls" in given:
         told["tool_calls"] = calls_told(given["tool_calls"])
-    if "tool_call_id" in given:
-        told["tool_call_id"] = of_kind(given, "tool_call_id", str, None)
-    if "name" in given:  # some templates write it
-        told["name"] = encodable(of_kind(given, "name", str, None), "name")
+    for name in ("tool_call_id", "name", "reasoning_content"):  # some templates write them
+        if name in given:
+            told[name] = encodable(of_kind(given, name, str, None), name)
     return told
 
 

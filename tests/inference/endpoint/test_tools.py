@@ -33,7 +33,7 @@ TEMPLATE = (
     "{% if m.tool_call_id %}#{{ m.tool_call_id }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
-ANSWERS = {
+ANSWERS: dict[str, Any] = {
     "defaults": {"role": "assistant"},
     "start_anchor": "a:",
     "fields": {
@@ -47,8 +47,10 @@ ANSWERS = {
         "content": {"close": "<end>", "content": "text"},
     },
 }
+THOUGHTS = {"open": "<think>", "close": "</think>", "content": "text"}
 CALL = '<call>{"name": "add", "arguments": {"x": 3}}</call>'
-ASK = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "max_tokens": 200}
+USER = {"role": "user", "content": "hi"}
+ASK: dict[str, Any] = {"messages": [USER], "tools": TOOLS, "max_tokens": 200}
 CALLED = {"function": {"name": "add", "arguments": '{"x": 3}'}, "type": "function", "id": "c1"}
 
 
@@ -77,6 +79,19 @@ def test_the_template_is_told(model: Any) -> None:
     ]
     # Arguments are an object in the template.
     assert rendered(model, made, messages=talk) == "[add]u:xa:<add 4>t:4#c1a:"
+
+
+def test_an_answer_can_be_sent_back(model: Any) -> None:
+    """With its thoughts, which some templates write."""
+    answers = {**ANSWERS, "fields": {"reasoning_content": THOUGHTS, **ANSWERS["fields"]}}
+    made = tokenizer_of(answers)
+    made.chat_template = TEMPLATE.replace("m.content", "(m.reasoning_content or '') + m.content")
+    told = Calls(made, answers, TOOLS).of("u:hia:", "<think>so</think>" + CALL + "<end>")
+    assert told is not None and told["reasoning_content"] == "so"
+    assert rendered(model, made, messages=[*ASK["messages"], told]) == "[add]u:hia:so<add 4>a:"
+    told["reasoning_content"] = 3
+    with pytest.raises(ValueError, match="reasoning_content must be a text"):
+        rendered(model, made, messages=[*ASK["messages"], told])
 
 
 @pytest.fixture
@@ -169,7 +184,7 @@ def test_what_is_no_call_is_text(said: str, answers: Any, endless: Any, writes: 
 def test_what_is_refused(model: Any, body: dict[str, Any], sentence: str) -> None:
     if "calls" in body:
         said = {"role": "assistant", "content": None, "tool_calls": body["calls"]}
-        body = {"messages": [*ASK["messages"], said]}  # type: ignore[misc]
+        body = {"messages": [*ASK["messages"], said]}
     with pytest.raises(ValueError, match=sentence):
         rendered(model, tokenizer_of(None), **body)
 
