@@ -81,7 +81,11 @@ def tools_told(given: Mapping[str, Any]) -> list[Any] | None:
         right = isinstance(function, Mapping) and isinstance(function.get("name"), str)
         if not right or tool.get("type") != "function":
             raise ValueError(_NO_TOOLS)
-    return tools if tools and choice == "auto" else None
+    if not tools or choice == "none":
+        return None
+    if given.get("parallel_tool_calls") is False:
+        raise ValueError("parallel_tool_calls must be true: nothing limits calls here")
+    return list(tools)
 
 
 class Calls:
