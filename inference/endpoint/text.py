@@ -83,8 +83,10 @@ class Text:
         """As a part of the text; with the target's logits behind each of its tokens, where those
         are to be weighed."""
         pieces, said, ids = Pieces(self._decode), "", self.prompt
+        self._pieces = pieces  # the last character of a prompt may become whole in the text
         if logits_TV is None:
             pieces.put(ids)
+            said = pieces.next()
         else:
             weights = Weights.of(logits_TV[:-1], ids[1:], self.logprobs or 0)
             for place, token in enumerate(ids):
@@ -95,7 +97,6 @@ class Text:
                     self.weighed.append(weights[place - 1].named(name, token, len(said)))
                 pieces.put([token])
                 said += pieces.next()
-        said += pieces.next(whole=True)
         self._length = len(said)
         self._say(said)
 

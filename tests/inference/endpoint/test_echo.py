@@ -11,6 +11,7 @@ import torch
 
 from medusa_heads.inference.endpoint import logprobs
 from medusa_heads.inference.endpoint.server import Server
+from medusa_heads.inference.endpoint.text import Text
 from scripts.prove.serving import speaker
 from tests.inference.endpoint.asking import ask
 
@@ -80,6 +81,22 @@ def test_a_stream_begins_with_the_prompt(server: Server) -> None:
     assert "".join(piece["text"] for piece in pieces) == whole["text"]
     told = [each for piece in pieces if piece["logprobs"] for each in piece["logprobs"]["tokens"]]
     assert told == whole["logprobs"]["tokens"]
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_a_character_that_begins_in_the_prompt(logprobs: int | None) -> None:
+    """It is told once, when it is whole; no token of a prompt need end with a character."""
+    pieces, told = [b"a", b"\xe2\x82", b"\xac"], list[str]()
+    text = Text([0, 1], 9, logprobs=logprobs, echo=True, tell=lambda piece, _: told.append(piece))
+    text.begin(lambda ids: b"".join(pieces[id] for id in ids).decode(errors="replace"))
+    text.tell_prompt(None if logprobs is None else torch.zeros(2, 3))
+    for token in (2, 0):
+        text.weigh(torch.zeros(3), token)
+        text.put(torch.tensor([token]))
+        text.end_step()
+    text.flush()
+    assert "".join(told) == "a\u20aca"
+    assert [each.offset for each in text.weighed] == ([] if logprobs is None else [0, 1, 1, 2])
 
 
 @pytest.mark.parametrize(
