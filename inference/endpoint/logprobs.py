@@ -9,6 +9,7 @@ Shapes: T tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -57,12 +58,18 @@ class Weights(NamedTuple):
         return Weighed(name(token), self.logprob, [(name(i), p) for i, p in self.top], offset)
 
 
-def name_behind(decode: Callable[[list[int]], str], before: list[int], token: int) -> str:
+def names_behind(decode: Callable[[list[int]], str], before: list[int]) -> Callable[[int], str]:
     """What a token adds behind others: by itself some tokenizers drop its leading space."""
-    first, both = decode(before), decode([*before, token])
-    if UNFINISHED in both or not both.startswith(first):
-        return decode([token])
-    return both[len(first) :]
+    first = decode(before)
+
+    @cache  # a token is most often one of the likeliest in its place
+    def name(token: int) -> str:
+        both = decode([*before, token])
+        if UNFINISHED in both or not both.startswith(first):
+            return decode([token])
+        return both[len(first) :]
+
+    return name
 
 
 def of_completion(weighed: Sequence[Weighed]) -> dict[str, Any]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
 
 from medusa_heads.data.pieces import Pieces
 from medusa_heads.inference.endpoint.conversation import Calls
-from medusa_heads.inference.endpoint.logprobs import Weighed, Weights, name_behind
+from medusa_heads.inference.endpoint.logprobs import Weighed, Weights, names_behind
 
 Ending = Literal["stop", "length", "cancelled", "failed"]
 
@@ -93,7 +92,7 @@ class Text:
                 if place == 0:
                     self.weighed.append(Weighed(self._spell(ids[:1]), None, [], 0))
                 else:
-                    name = partial(name_behind, self._spell, ids[place - 1 : place])
+                    name = names_behind(self._spell, ids[place - 1 : place])
                     self.weighed.append(weights[place - 1].named(name, token, len(said)))
                 pieces.put([token])
                 said += pieces.next()
@@ -139,7 +138,7 @@ class Text:
         self.tell("", self.ending)
 
     def _name(self, token: int) -> None:
-        name = partial(name_behind, self._spell, self._before)
+        name = names_behind(self._spell, self._before)
         self.weighed.append(self._weights.named(name, token, self._length))
         self._before = [token]
 

@@ -7,12 +7,13 @@ import json
 import math
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from medusa_heads.inference.endpoint.logprobs import Weights, name_behind, of_chat, of_completion
+from medusa_heads.inference.endpoint.logprobs import Weights, names_behind, of_chat, of_completion
 from medusa_heads.inference.endpoint.server import Server
 from medusa_heads.inference.endpoint.text import Text
 from scripts.prove.serving import speaker
@@ -185,10 +186,13 @@ def test_the_names_of_tokens() -> None:
     def decode(ids: list[int]) -> str:
         return b"".join(pieces[id] for id in ids).decode(errors="replace").removeprefix(" ")
 
-    assert name_behind(decode, [4], 3) == " a" and decode([3]) == "a"
-    assert name_behind(decode, [4], 1) == "\ufffd" == name_behind(decode, [1], 2)
+    assert names_behind(decode, [4])(3) == " a" and decode([3]) == "a"
+    assert names_behind(decode, [4])(1) == "\ufffd" == names_behind(decode, [1])(2)
+    decoded = Mock(side_effect=decode)
+    assert [*map(names_behind(decoded, [4]), (3, 4, 3))] == [" a", "a", " a"]
+    assert decoded.call_count == 3  # nothing is decoded twice
     weights = Weights(-1.0, [(3, -0.5), (4, -1.0), (1, -2.0), (2, -3.0)])
-    weighed = weights.named(lambda id: name_behind(decode, [4], id), 4, 7)
+    weighed = weights.named(names_behind(decode, [4]), 4, 7)
     # Of tokens with the same text the likelier one.
     assert of_completion([weighed]) == {
         "tokens": ["a"],
