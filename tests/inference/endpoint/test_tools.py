@@ -71,7 +71,8 @@ def test_the_template_is_told(model: Any) -> None:
     assert rendered(model, made) == "[add]u:hia:"
     assert rendered(model, made, tool_choice="auto", parallel_tool_calls=True) == "[add]u:hia:"
     for name, value in (("tools", []), ("tools", None), ("tool_choice", "none")):
-        more = {name: value, "parallel_tool_calls": False}  # of no calls, there is one at most
+        # Of no calls, there is one at most.
+        more: dict[str, Any] = {name: value, "parallel_tool_calls": False}
         assert rendered(model, made, **more) == "u:hia:"
     talk = [
         {"role": "user", "content": "x"},
