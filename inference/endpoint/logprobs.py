@@ -64,7 +64,10 @@ def names_behind(decode: Callable[[list[int]], str], before: list[int]) -> Calla
 
     @cache  # a token is most often one of the likeliest in its place
     def name(token: int) -> str:
-        both = decode([*before, token])
+        try:
+            both = decode([*before, token])
+        except Exception:  # only the target has it, in a padded vocabulary
+            return ""
         if UNFINISHED in both or not both.startswith(first):
             return decode([token])
         return both[len(first) :]

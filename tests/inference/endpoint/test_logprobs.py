@@ -179,6 +179,22 @@ def test_what_json_cannot_say() -> None:
     assert Weights.of(torch.full((1, 3), math.nan), [1], 1)[0].top[0][1] == -9999.0
 
 
+def test_a_likeliest_token_that_the_tokenizer_does_not_have() -> None:
+    """Only a padded vocabulary has it; some tokenizers raise on such ids."""
+
+    def decode(ids: list[int]) -> str:
+        return "".join("ab"[id] for id in ids)
+
+    told = list[str]()
+    text = Text([0], 9, logprobs=3, echo=True, tell=lambda piece, _: told.append(piece))
+    text.begin(decode)
+    text.tell_prompt(torch.zeros(1, 3))
+    text.weigh(torch.tensor([0.0, 1.0, 2.0]), 1)
+    text.put(torch.tensor([1]))
+    assert "".join(told) == "ab"
+    assert [each for each, _ in text.weighed[1].top] == ["", "b", "a"]
+
+
 def test_the_names_of_tokens() -> None:
     """A part of a character has none, and no bytes; one behind a space keeps it."""
     pieces = {1: b"\xe2\x82", 2: b"\xac", 3: b" a", 4: b"a"}
