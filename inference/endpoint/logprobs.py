@@ -53,9 +53,12 @@ class Weights(NamedTuple):
                 made.append(cls(_said(logprobs_V[token].item()), list(top)))
         return made
 
-    def named(self, name: Callable[[int], str], token: int, offset: int) -> Weighed:
-        """With texts in place of ids."""
-        return Weighed(name(token), self.logprob, [(name(i), p) for i, p in self.top], offset)
+    def named(self, name: Callable[[int], str], token: int, length: int, piece: str) -> Weighed:
+        """With texts in place of ids; `piece` is what the token has added to a text of this length,
+        a broken character before it included."""
+        said = name(token)
+        offset = length + (len(piece) - len(said) if piece.endswith(said) else 0)
+        return Weighed(said, self.logprob, [(name(i), p) for i, p in self.top], offset)
 
 
 def names_behind(decode: Callable[[list[int]], str], before: list[int]) -> Callable[[int], str]:

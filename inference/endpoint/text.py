@@ -89,13 +89,14 @@ class Text:
         else:
             weights = Weights.of(logits_TV[:-1], ids[1:], self.logprobs or 0)
             for place, token in enumerate(ids):
+                pieces.put([token])
+                piece = pieces.next()
                 if place == 0:
                     self.weighed.append(Weighed(self._spell(ids[:1]), None, [], 0))
                 else:
                     name = names_behind(self._spell, ids[place - 1 : place])
-                    self.weighed.append(weights[place - 1].named(name, token, len(said)))
-                pieces.put([token])
-                said += pieces.next()
+                    self.weighed.append(weights[place - 1].named(name, token, len(said), piece))
+                said += piece
         self._length = len(said)
         self._say(said)
 
@@ -104,17 +105,18 @@ class Text:
         if self.stopped:  # others of the same step
             return
         self.tokens += 1
-        if self.logprobs is not None:
-            self._name(int(token))
         if self.calls is not None:
             self._written.append(int(token))
         if self.stop_ids and token.item() in self.stop_ids:
+            self._name(int(token), "")
             self.flush()
             self.stopped = True
             return
         self._pieces.put(token.tolist())
         if self._by_token:
-            self._send(self._pieces.next())
+            piece = self._pieces.next()
+            self._name(int(token), piece)
+            self._send(piece)
 
     def end_step(self) -> None:
         """All tokens of a step are there."""
@@ -137,10 +139,12 @@ class Text:
         self.ending, self.fault = ("stop" if self.stopped else ending), fault
         self.tell("", self.ending)
 
-    def _name(self, token: int) -> None:
-        name = names_behind(self._spell, self._before)
-        self.weighed.append(self._weights.named(name, token, self._length))
-        self._before = [token]
+    def _name(self, token: int, piece: str) -> None:
+        """The token that has made this piece of the text, where it is weighed."""
+        if self.logprobs is not None:
+            name = names_behind(self._spell, self._before)
+            self.weighed.append(self._weights.named(name, token, self._length, piece))
+            self._before = [token]
 
     def _send(self, piece: str) -> None:
         self._held += piece

@@ -99,6 +99,21 @@ def test_a_character_that_begins_in_the_prompt(logprobs: int | None) -> None:
     assert [each.offset for each in text.weighed] == ([] if logprobs is None else [0, 1, 1, 2])
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_token_begins_behind_a_broken_character(echo: bool) -> None:
+    """Which is told with the token that shows that nothing completes it."""
+    pieces, ids, told = [b"a", b"\xe2\x82", b"b"], [0, 1, 2, 2], list[str]()
+    text = Text(ids if echo else [0], 9, logprobs=1, echo=echo, tell=lambda p, _: told.append(p))
+    text.begin(lambda ids: b"".join(pieces[id] for id in ids).decode(errors="replace"))
+    if echo:
+        text.tell_prompt(torch.zeros(4, 3))
+    for token in () if echo else ids:
+        text.weigh(torch.zeros(3), token)
+        text.put(torch.tensor([token]))
+    assert "".join(told) == "a\ufffdbb"
+    assert [each.offset for each in text.weighed] == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "sentence"),
     [

@@ -208,7 +208,7 @@ def test_the_names_of_tokens() -> None:
     assert [*map(names_behind(decoded, [4]), (3, 4, 3))] == [" a", "a", " a"]
     assert decoded.call_count == 3  # nothing is decoded twice
     weights = Weights(-1.0, [(3, -0.5), (4, -1.0), (1, -2.0), (2, -3.0)])
-    weighed = weights.named(names_behind(decode, [4]), 4, 7)
+    weighed = weights.named(names_behind(decode, [4]), 4, 7, "a")
     # Of tokens with the same text the likelier one.
     assert of_completion([weighed]) == {
         "tokens": ["a"],
