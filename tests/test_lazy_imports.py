@@ -12,12 +12,12 @@ import medusa_heads
 HEAVY = ("torch", "transformers", "datasets", "matplotlib")
 
 WITH_A_MODEL = (
-    *("accelerate", "bitsandbytes", "datasets", "matplotlib", "pandas", "peft", "pyarrow"),
-    *("psutil", "rich", "sympy", "wandb"),
-    *("torch._dynamo", "torch._inductor", "torch.distributed.tensor"),
-    *("transformers.generation.utils", "transformers.integrations.sdpa_attention"),
-    *("transformers.masking_utils", "transformers.modeling_utils", "transformers.trainer"),
-)
+    "accelerate", "bitsandbytes", "datasets", "matplotlib", "pandas", "peft", "pyarrow",
+    "psutil", "rich", "sympy", "wandb",
+    "torch._dynamo", "torch._inductor", "torch.distributed.tensor",
+    "transformers.generation.utils", "transformers.integrations.sdpa_attention",
+    "transformers.masking_utils", "transformers.modeling_utils", "transformers.trainer",
+)  # fmt: skip
 
 
 def fresh(program: str) -> str:

@@ -22,19 +22,19 @@ SHAPES = [
     "ghp_abcdefghijklmnopqrst",
     "github_pat_11ABCDEFG0abcdefghij",
     "glpat-abcdefghij1234567890",
-    *("AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"),
+    "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY",
     "xoxb-123456789012-abcdef",
     "AIzaSyA1234567890abcdefghijklmnopqrstuv",
     "eyJhbGciOiJIUzI1NiJ9.e30.x_y-z",
     "wandb_v1_abcdefghijklmnopqrstuvwxyz",
     HEX40,
     "-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----",
-]
+]  # fmt: skip
 NAMES = [
-    *("hub_token", "hub-token", "hubToken", "HF_TOKEN", "token", "password", "db.password"),
-    *("apiKey", "api_key", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "secret", "wandb_key"),
-    *("credentials", "Authorization", "X-Auth", "private_key", "hub_tokens", "\uff54oken"),
-]
+    "hub_token", "hub-token", "hubToken", "HF_TOKEN", "token", "password", "db.password",
+    "apiKey", "api_key", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "secret", "wandb_key",
+    "credentials", "Authorization", "X-Auth", "private_key", "hub_tokens", "\uff54oken",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("secret", SHAPES, ids=str)

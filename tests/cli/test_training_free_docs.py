@@ -19,10 +19,10 @@ SMALLER = {
     "generate": ["--max_new_tokens", "8", "--dtype", "float32"],
     "chat": ["--max_new_tokens", "8", "--dtype", "float32"],
     "benchmark": [
-        *("--num_prompts", "1", "--max_new_tokens", "4", "--prompt_length", "8"),
-        *("--dtypes", "float32", "--decodings", "greedy"),
+        "--num_prompts", "1", "--max_new_tokens", "4", "--prompt_length", "8",
+        "--dtypes", "float32", "--decodings", "greedy",
     ],
-}
+}  # fmt: skip
 
 
 def test_the_page_is_true(

@@ -19,9 +19,9 @@ from tests.training.measure.test_report import by_hand
 TOKEN = "hf_abcdefghijklmnop"
 W_AND_B = "0123456789abcdef0123456789abcdef01234567"
 PRIVATE = [
-    *(TOKEN, W_AND_B, "hunter2", "sk-proj-abcdef1234567890", "acme-merger", "/home/alice"),
-    *("alice@example.org", "What the customer wrote", "customer.jsonl"),
-]
+    TOKEN, W_AND_B, "hunter2", "sk-proj-abcdef1234567890", "acme-merger", "/home/alice",
+    "alice@example.org", "What the customer wrote", "customer.jsonl",
+]  # fmt: skip
 STORY: dict[str, Any] = {
     "argv": ["/home/alice/bin/train-heads", f"--hub_token={TOKEN}", "acme-merger"],
     "environment": {"HF_TOKEN": TOKEN, "HOME": "/home/alice"},

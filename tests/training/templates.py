@@ -13,10 +13,10 @@ from medusa_heads.data.formats import Conversation
 DEMO_TARGET = Path(__file__).parents[2] / "assets" / "demo-target"
 
 SPECIAL = [
-    *("<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>"),
-    *("<|end_header_id|>", "<|eot_id|>", "<s>", "</s>", "[INST]", "[/INST]", "<bos>"),
-    *("<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>", "<|end|>"),
-]
+    "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>",
+    "<|end_header_id|>", "<|eot_id|>", "<s>", "</s>", "[INST]", "[/INST]", "<bos>",
+    "<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>", "<|end|>",
+]  # fmt: skip
 
 CHATML = """\
 {%- for message in messages %}

@@ -24,10 +24,10 @@ from tests.inference.bench.benchmarked import ASKED, HEADS, NEW, methods_of, res
 TREES = ("heads:4", "heads:dynamic:4", "heads:6")
 EVERY_KIND = (
     *TREES,
-    *("heads:auto", "heads:4+suffix"),
-    *("auto", "suffix", "recycling", "recycling:4", "lookahead", "lookahead+suffix"),
-    *("draft-model:chain:2", "draft-model:dynamic:4", "draft-model:sampled:2x1", "draft-model"),
-)
+    "heads:auto", "heads:4+suffix",
+    "auto", "suffix", "recycling", "recycling:4", "lookahead", "lookahead+suffix",
+    "draft-model:chain:2", "draft-model:dynamic:4", "draft-model:sampled:2x1", "draft-model",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -91,9 +91,9 @@ def test_a_callers_own_cache_ends_with_what_was_committed(medusa: MedusaModel) -
 
 
 PHASES = (
-    *("drafter.propose", "drafter.observe", "drafter.learn_seconds", "target.verify"),
-    *("target.model.model.layers[1].forward", "RowCache.move_rows", "Row.commit"),
-)
+    "drafter.propose", "drafter.observe", "drafter.learn_seconds", "target.verify",
+    "target.model.model.layers[1].forward", "RowCache.move_rows", "Row.commit",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
