@@ -110,7 +110,7 @@ def test_a_place_to_serve_at_is_looked_for_before_a_target_is_loaded(
     # Importing it anew lays it there, for all that looks it up by its name.
     monkeypatch.setattr(inference, "endpoint", None, raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert "serving needs uvicorn: pip install" in refused(main, command)
+    assert "serving needs uvicorn: pip install starlette uvicorn" in refused(main, command)
 
 
 @pytest.mark.parametrize("train", [train_heads.main, train_draft.main], ids=["heads", "draft"])

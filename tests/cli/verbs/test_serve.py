@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -45,23 +44,6 @@ def test_what_is_refused(
     checkpoint: Path, flags: list[str], sentence: str, refused: Refused
 ) -> None:
     assert sentence in refused(main, serve(checkpoint, *flags))
-
-
-def test_a_port_that_is_taken(checkpoint: Path, refused: Refused) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        assert "give another --port" in refused(main, serve(checkpoint, "--port", port))
-
-
-def test_without_the_extra(
-    checkpoint: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in list(sys.modules):
-        if name.startswith("medusa_heads.inference.endpoint"):
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    said = refused(main, serve(checkpoint))
-    assert "serving needs uvicorn: pip install starlette uvicorn" in said
 
 
 @pytest.mark.slow

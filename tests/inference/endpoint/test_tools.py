@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from medusa_heads.inference.endpoint import scheduler
 from medusa_heads.inference.endpoint.conversation import Calls, answers_of
 from medusa_heads.inference.endpoint.protocol import Reader
 from medusa_heads.inference.endpoint.server import Server
@@ -110,9 +111,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Any:
                 text.stopped = False
 
         monkeypatch.setattr(Text, "put", put_other)
-        monkeypatch.setattr(
-            "medusa_heads.inference.endpoint.scheduler.stop_ids", lambda _: set(range(999))
-        )
+        monkeypatch.setattr(scheduler, "stop_ids", lambda _: set(range(999)))
 
     return script
 
