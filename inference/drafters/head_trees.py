@@ -163,18 +163,25 @@ class MedusaDrafter(StaticDrafter):
 
 
 class _Level(NamedTuple):
-    """One depth of the tree: which paths go on, and where its nodes find their tokens.
+    """One depth of the tree: where its nodes find their tokens, and which of them go on.
 
     Attributes:
-        going_on_F: of the nodes one level up (the root alone at first), those with children.
-        picks_N: of this level's nodes, places in the flattened [F, R] candidates.
         num_ranks: R here.
-        places_N: of this level's nodes, places in the tree.
+        picks_N: of this level's nodes, places in the flattened [F, R] candidates.
+        picks_F: the same of those with children alone: the paths that the next level is asked for.
+        above_F: of these, which of this level's paths they stand behind.
     """
 
-    going_on_F: Tensor
-    picks_N: Tensor
     num_ranks: int
+    picks_N: Tensor
+    picks_F: Tensor
+    above_F: Tensor
+
+
+class _Levels(NamedTuple):
+    """All of them, and of each node its place where these stand behind one another."""
+
+    levels: list[_Level]
     places_N: Tensor
 
 
@@ -182,47 +189,49 @@ class SequentialDrafter(StaticDrafter):
     """Sequential heads: node (r_0, .., r_d) takes the r_d-th best token that head d names after the
     tokens of its own path."""
 
-    def _find(self, device: torch.device) -> list[_Level]:
+    def _find(self, device: torch.device) -> _Levels:
         levels: list[_Level] = []
-        above: list[RankPath] = [()]
+        asked: list[RankPath] = [()]
+        choices, inner = self.shape.choices, {path[:-1] for path in self.shape.choices}
         for depth in range(1, self.shape.max_depth + 1):
-            places = [node for node, own in enumerate(self.shape.depth) if own == depth]
-            nodes = [self.shape.choices[place - 1] for place in places]
-            parents = sorted({path[:-1] for path in nodes}, key=above.index)
+            nodes = [path for path in choices if len(path) == depth]
             ranks = max(path[-1] for path in nodes) + 1
-            going_on = [above.index(path) for path in parents]
-            picks = [parents.index(path[:-1]) * ranks + path[-1] for path in nodes]
-            going_on_F, picks_N, places_N = (
-                torch.tensor(each, device=device) for each in (going_on, picks, places)
-            )
-            levels.append(_Level(going_on_F, picks_N, ranks, places_N))
-            above = nodes
-        return levels
+            picks = {path: asked.index(path[:-1]) * ranks + path[-1] for path in nodes}
+            asked = [path for path in nodes if path in inner]
+            going_on = [picks[path] for path in asked]
+            found = [*picks.values()], going_on, [pick // ranks for pick in going_on]
+            tensors = (torch.tensor(each, dtype=torch.long, device=device) for each in found)
+            levels.append(_Level(ranks, *tensors))
+        by_depth = sorted(range(self.num_nodes), key=self.shape.depth.__getitem__)
+        places_N = torch.tensor(by_depth, device=device).argsort()
+        return _Levels(levels, places_N)
 
-    def _draft(self, state: DecodingState, places: list[_Level]) -> TokenTree:
+    def _draft(self, state: DecodingState, places: _Levels) -> TokenTree:
         roots_B, after = state.roots_B, following(self._heads, state)
         ranking = as_drawn(self._ranking, state)
-        tokens_BN = roots_B.new_empty(len(roots_B), self.num_nodes)
-        tokens_BN[:, 0] = roots_B
-        log_probs_BN = torch.zeros_like(tokens_BN, dtype=torch.float)  # the root is certain
-        paths_BFJ, above_N = roots_B[:, None, None], roots_B.new_zeros(1)
-        for depth, level in enumerate(places):
-            paths_BFJ = paths_BFJ.index_select(1, level.going_on_F)
-            above_BF = above_N.index_select(0, level.going_on_F).expand(len(roots_B), -1)
+        with_log_probs = self._with_log_probs or state.noise is not None
+        tokens = [roots_B[:, None]]
+        log_probs = [torch.zeros_like(tokens[0], dtype=torch.float)]  # the root is certain
+        paths_BFJ, above_BF = roots_B[:, None, None], torch.zeros_like(tokens[0])
+        for depth, level in enumerate(places.levels):
             logits_BFC, places_BC = after(depth, paths_BFJ, above_BF)
-            if self._with_log_probs or state.noise is not None:
+            if with_log_probs:
                 tokens_BFR, log_probs_BFR = ranking.best(
                     logits_BFC, level.num_ranks, depth, places_BC
                 )
-                picked_BN = log_probs_BFR.flatten(1).index_select(1, level.picks_N)
-                log_probs_BN[:, level.places_N] = picked_BN
+                log_probs.append(log_probs_BFR.flatten(1).index_select(1, level.picks_N))
             else:
                 _, ids_BFR = best(logits_BFC, level.num_ranks)
                 tokens_BFR = ranking.tokens(ids_BFR, places_BC)
-            drafted_BN = tokens_BFR.flatten(1).index_select(1, level.picks_N)
-            tokens_BN[:, level.places_N] = drafted_BN
-            above_N = level.picks_N // level.num_ranks
-            paths_BFJ = torch.cat(
-                [paths_BFJ.index_select(1, above_N), drafted_BN[:, :, None]], dim=2
-            )
-        return self.shape.tree(tokens_BN, log_probs_BN if self._with_log_probs else None)
+            offered_BC = tokens_BFR.flatten(1)
+            tokens.append(offered_BC.index_select(1, level.picks_N))
+            if depth + 1 < len(places.levels):
+                above_BF = level.above_F.expand(len(roots_B), -1)
+                own_BF = offered_BC.index_select(1, level.picks_F)
+                before_BFJ = paths_BFJ.index_select(1, level.above_F)
+                paths_BFJ = torch.cat([before_BFJ, own_BF[:, :, None]], dim=2)
+        tokens_BN = torch.cat(tokens, dim=1).index_select(1, places.places_N)
+        if not self._with_log_probs:
+            return self.shape.tree(tokens_BN)
+        log_probs_BN = torch.cat(log_probs, dim=1).index_select(1, places.places_N)
+        return self.shape.tree(tokens_BN, log_probs_BN)

@@ -65,7 +65,9 @@ class AfterPaths:
         self._places_KBC: Sequence[Tensor] | None = None
         if correction is not None and likely is not None and likely < logits_BKC.shape[-1]:
             logits_BKC, places_BKC = logits_BKC.topk(likely, dim=-1, sorted=False)
-            self._places_KBC = places_BKC.unbind(1)
+            # Of all heads at once: calls take longer than so few rows.
+            after_BKCW = F.embedding(places_BKC, correction.after.weight).to(logits_BKC.dtype)
+            self._places_KBC, self._after_KBWC = places_BKC.unbind(1), after_BKCW.mT.unbind(1)
         self._logits_KB1C = logits_BKC.unsqueeze(2).unbind(1)
 
     def __call__(
@@ -78,6 +80,5 @@ class AfterPaths:
         before_BFW = before_BFW.to(logits_B1C.dtype)
         if self._places_KBC is None:
             return F.linear(before_BFW, after_CW.to(before_BFW.dtype)).add_(logits_B1C), None
-        places_BC = self._places_KBC[head]
-        after_BCW = F.embedding(places_BC, after_CW).to(before_BFW.dtype)
-        return torch.baddbmm(logits_B1C, before_BFW, after_BCW.mT), places_BC
+        logits_BFC = torch.baddbmm(logits_B1C, before_BFW, self._after_KBWC[head])
+        return logits_BFC, self._places_KBC[head]
