@@ -71,6 +71,19 @@ def run_together(
         raise Failed("killed")
 
 
+def join(rank: int, count: int, folder: Path) -> None:
+    """Make this process one of so many that work together, and print into the folder."""
+    import torch.distributed as dist
+
+    printed = os.open(folder / f"{rank}.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    os.environ.update(zip(names, map(str, (rank, rank, count, count)), strict=True))
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
+
+
 def _train(
     rank: int, count: int, folder: Path, runs: Any, environ: Any, kill_in_step: int | None
 ) -> None:
@@ -79,14 +92,8 @@ def _train(
     from medusa_heads.cli.train_heads import main
     from medusa_heads.training.measure import report
 
-    printed = os.open(folder / f"{rank}.txt", os.O_WRONLY | os.O_CREAT)
-    os.dup2(printed, 1)
-    os.dup2(printed, 2)
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     os.environ.update(environ)
-    os.environ.update(zip(names, map(str, (rank, rank, count, count)), strict=True))
-    store = f"file://{folder / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
+    join(rank, count, folder)
     report.draw_plots = lambda *_: []  # as in the process that compares
     if kill_in_step is not None:
         die_in_step(kill_in_step)

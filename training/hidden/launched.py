@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from medusa_heads.training.arguments.target import TargetArguments
 
@@ -130,6 +131,13 @@ def learning_whole() -> Iterator[None]:
         yield
     finally:
         os.environ.update(before)
+
+
+def learns_next(model: Any, processes: int) -> None:
+    """What was evaluated before it learns is prepared to learn, too: accelerate would hand it back
+    as it prepared it then, and each of several processes would follow gradients of its own."""
+    if processes > 1:
+        vars(model).pop("_is_accelerate_prepared", None)
 
 
 def _is_true(name: str) -> bool:

@@ -22,7 +22,7 @@ from medusa_heads.config import IGNORED
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.training import use_one_gpu
 from medusa_heads.training.data.pack import hidden_of
-from medusa_heads.training.hidden.launched import launched_sharding, learning_whole
+from medusa_heads.training.hidden.launched import launched_sharding, learning_whole, learns_next
 from medusa_heads.training.hidden.sharding import is_sharded
 from medusa_heads.training.hidden.states import DrawnOrder
 from medusa_heads.training.measure.fresh_heads import Comparison
@@ -179,6 +179,7 @@ class TaughtTrainer(Trainer, ABC):
             if self.args.load_best_model_at_end and state.best_model_checkpoint:
                 self._load_best_model()
             return TrainOutput(state.global_step, 0.0, {})
+        learns_next(self.model_wrapped, self.accelerator.num_processes)
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         except KeyboardInterrupt:

@@ -1,10 +1,19 @@
 """What is understood of the environment that `accelerate launch` leaves."""
 
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file, save_file
 
+from medusa_heads.config import HeadsConfig
+from medusa_heads.heads import MedusaHeads
+from medusa_heads.target.target import TargetModel
 from medusa_heads.training.hidden.launched import Sharding, launched_sharding, learning_whole
+from tests.training.processes import forked, join
 
 # What the launcher of accelerate 1.15 sets for configs/accelerate/fsdp.yaml.
 LAUNCHED = {
@@ -98,3 +107,45 @@ def test_what_learns_sees_no_fsdp(fsdp_launch: pytest.MonkeyPatch) -> None:
     with learning_whole():
         pass
     assert "ACCELERATE_USE_FSDP" not in os.environ
+
+
+def learn_after_an_evaluation(rank: int, folder: Path, rows: Dataset) -> None:
+    from transformers import TrainingArguments
+
+    from medusa_heads.training.runs.heads_trainer import HeadsTrainer
+
+    join(rank, 2, folder)
+    target = TargetModel.from_pretrained(folder / "target")
+    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
+    args = TrainingArguments(
+        str(folder),
+        max_steps=4,
+        learning_rate=1e-2,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = HeadsTrainer(heads, target, args, rows, rows.select(range(2)))
+    trainer.evaluate()
+    trainer.train()
+    save_file(heads.state_dict(), folder / f"{rank}.safetensors")
+
+
+def test_processes_that_evaluate_first_average_their_gradients(
+    target: TargetModel, make_rows: Callable[..., Dataset], tmp_path: Path
+) -> None:
+    target.model.save_pretrained(tmp_path / "target")
+    processes = [
+        forked().Process(target=learn_after_an_evaluation, args=(rank, tmp_path, make_rows(40)))
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for rank, process in enumerate(processes):
+        process.join(90)
+        assert process.exitcode == 0, (tmp_path / f"{rank}.txt").read_text()
+    one, other = (load_file(tmp_path / f"{rank}.safetensors") for rank in range(2))
+    assert any(weight.abs().max() > 1e-3 for weight in one.values())
+    for name, weight in one.items():
+        torch.testing.assert_close(other[name], weight, rtol=0, atol=0)
