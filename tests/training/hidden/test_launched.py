@@ -115,7 +115,7 @@ def learn_after_an_evaluation(rank: int, folder: Path, rows: Dataset) -> None:
     from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 
     join(rank, 2, folder)
-    target = TargetModel.from_pretrained(folder / "target")
+    target = TargetModel.from_pretrained(str(folder / "target"))
     heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=2))
     args = TrainingArguments(
         str(folder),
