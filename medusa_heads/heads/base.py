@@ -68,11 +68,11 @@ class DraftHeads(nn.Module, ABC):
     def __init__(self, config: HeadsConfig) -> None:
         if config.hidden_size is None or config.vocab_size is None:
             raise ValueError(
-                "the heads' hidden_size and vocab_size are not known yet: use "
-                f"{type(self).__name__}.from_target(target, config), which reads them off the "
-                "target"
+                "the heads' hidden_size and vocab_size are not known yet: "
+                f"{type(self).__name__}.from_target(target, config) reads them off the target"
             )
-        assert config.kind == self.kind
+        if config.kind != self.kind:
+            raise ValueError(f"{config.kind} heads are made by medusa_heads.heads.new_heads")
         super().__init__()
         self.config = config
         self._shared: tuple[Tensor, Tensor | None] | None = None

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from medusa_heads.config import HeadsConfig
-from medusa_heads.heads import DraftHeads, new_heads
+from medusa_heads.heads import DraftHeads, MedusaHeads, new_heads
 from medusa_heads.inference.models.medusa import MedusaModel
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
@@ -68,3 +68,8 @@ def test_a_copied_decoder_has_copied_heads(target: TargetModel) -> None:
     copied = copy.deepcopy(model)
     assert copied.target.model is not target.model and copied.heads is not model.heads
     assert torch.equal(torch.as_tensor(copied.generate(IDS, **GIVEN)), expected_BT)
+
+
+def test_a_config_of_another_kind_is_refused_by_name(target: TargetModel) -> None:
+    with pytest.raises(ValueError, match="hydra heads are made by .*new_heads"):
+        MedusaHeads.from_target(target, HeadsConfig(kind="hydra"))
