@@ -71,5 +71,5 @@ def test_a_copied_decoder_has_copied_heads(target: TargetModel) -> None:
 
 
 def test_a_config_of_another_kind_is_refused_by_name(target: TargetModel) -> None:
-    with pytest.raises(ValueError, match="hydra heads are made by .*new_heads"):
+    with pytest.raises(ValueError, match=r"hydra heads are made by .*new_heads"):
         MedusaHeads.from_target(target, HeadsConfig(kind="hydra"))
