@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import pytest
 
 
-def alternately(some: Iterable[Any], others: Iterable[Any]) -> list[Any]:
-    """All pairs, by turns quick and slow: each of both is in a quick one."""
+def alternately(
+    some: Iterable[Any], others: Iterable[Any], *, slow: Container[Any] = ()
+) -> list[Any]:
+    """All pairs, by turns quick and slow: each of both is in a quick one, but for those of `some`
+    that are named as slow."""
     columns = list(others)
     return [
-        pytest.param(one, other, marks=[] if (i + j) % 2 == 0 else [pytest.mark.slow])
+        pytest.param(one, other, marks=[pytest.mark.slow] if (i + j) % 2 or one in slow else [])
         for i, one in enumerate(some)
         for j, other in enumerate(columns)
     ]

@@ -32,6 +32,7 @@ def test_import_loads_nothing_heavy() -> None:
     assert fresh(program).strip() == "[]"
 
 
+@pytest.mark.slow
 def test_what_decodes_waits_with_what_only_models_need() -> None:
     """Beyond torch and transformers themselves, no library and no part of them that takes seconds:
     those load with the first model, or never. Heads put on a model in memory import nothing heavy

@@ -95,6 +95,7 @@ def test_sdist_holds_no_part_of_the_tests(wheel: Path) -> None:
     assert folders == {*ROOMS, "medusa_heads.egg-info"}
 
 
+@pytest.mark.slow
 def test_wheel_from_the_tree_equals_wheel_from_the_sdist(source: Path, wheel: Path) -> None:
     folder = source / "direct"
     run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", folder, source)

@@ -25,6 +25,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
         yield hub
 
 
+@pytest.mark.slow
 def test_the_page_is_true(
     hub: LocalHub,
     speaker: Path,

@@ -19,7 +19,7 @@ from tests.inference.speaking import FORGETFUL, TEMPLATE, make_tokenizer
     [
         ("lfm2", TEMPLATE, True),
         ("lfm2", FORGETFUL, False),
-        ("jamba", TEMPLATE, True),
+        pytest.param("jamba", TEMPLATE, True, marks=pytest.mark.slow),
         ("mamba", TEMPLATE, False),  # without attention nothing says how much was read
     ],
 )

@@ -25,6 +25,7 @@ SMALLER = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_page_is_true(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

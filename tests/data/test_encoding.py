@@ -76,7 +76,9 @@ def texts(count: int) -> list[str]:
     return ["".join(draw.choices(words, k=draw.randrange(40))) for _ in range(count)]
 
 
-@pytest.mark.parametrize("style", ["gpt2", "digits", "metaspace", "chat"])
+@pytest.mark.parametrize(
+    "style", ["gpt2", pytest.param("digits", marks=pytest.mark.slow), "metaspace", "chat"]
+)
 def test_the_fast_library_gives_the_tokens_of_the_usual_one(style: str) -> None:
     pytest.importorskip("fastokens")
     tokenizer: Any = templates.chat_tokenizer() if style == "chat" else trained(style)

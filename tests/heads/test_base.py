@@ -14,18 +14,19 @@ from medusa_heads.heads import DraftHeads, MedusaHeads, new_heads
 from medusa_heads.inference.models.medusa import MedusaModel
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
+from tests.pairs import alternately
 
 GIVEN: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24}
 IDS = torch.tensor([[5, 17, 3, 42]])
-CONFIGS = [
-    HeadsConfig(num_heads=2),
-    HeadsConfig(num_heads=2, vocab_matrix="own"),
-    HeadsConfig(num_heads=2, prefix_attention=True),
-    HeadsConfig(num_heads=2, correction_rank=4),
-    HeadsConfig(kind="hydra", num_heads=2),
-    HeadsConfig(kind="block", num_heads=3),
-    HeadsConfig(kind="eagle3", num_heads=2),
-]
+CONFIGS = {
+    "medusa": HeadsConfig(num_heads=2),
+    "own": HeadsConfig(num_heads=2, vocab_matrix="own"),
+    "prefix": HeadsConfig(num_heads=2, prefix_attention=True),
+    "correction": HeadsConfig(num_heads=2, correction_rank=4),
+    "hydra": HeadsConfig(kind="hydra", num_heads=2),
+    "block": HeadsConfig(kind="block", num_heads=3),
+    "eagle3": HeadsConfig(kind="eagle3", num_heads=2),
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +45,11 @@ def moved(target: TargetModel, config: HeadsConfig) -> DraftHeads:
     return heads
 
 
-@pytest.mark.parametrize(
-    "config", CONFIGS, ids=["medusa", "own", "prefix", "correction", "hydra", "block", "eagle3"]
-)
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copied_heads_draft_the_same(target: TargetModel, config: HeadsConfig, how: str) -> None:
-    heads = moved(target, config)
+@pytest.mark.parametrize(("kind", "how"), alternately(CONFIGS, ["deepcopy", "pickle"]))
+def test_copied_heads_draft_the_same(target: TargetModel, kind: str, how: str) -> None:
+    heads = moved(target, CONFIGS[kind])
     copied = copy.deepcopy(heads) if how == "deepcopy" else pickle.loads(pickle.dumps(heads))
-    assert copied.config == heads.config and copy.deepcopy(config) == config
+    assert copied.config == heads.config and copy.deepcopy(heads.config) == heads.config
     theirs = {parameter.data_ptr() for parameter in heads.parameters()}
     assert not theirs & {parameter.data_ptr() for parameter in copied.parameters()}
     told = []

@@ -166,6 +166,7 @@ def test_saved_and_pushed_from_memory(
     assert config["base_model_name_or_path"] == "alice/target"
 
 
+@pytest.mark.slow
 def test_a_process_that_is_told_of_the_hub_by_its_environment(
     hub: LocalHub, commit: str, expected: torch.Tensor, tmp_path: Path
 ) -> None:

@@ -45,7 +45,7 @@ def test_bitwise_what_was_pushed(
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("overwrite", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_wherever_it_is_killed_the_next_pull_brings_all(
     overwrite: bool, hub: LocalHub, pushed: Path, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from tests.conftest import TinyLlama
 from tests.interop import layouts
 from tests.interop.conftest import Decodes
 from tests.interop.layouts import V, assert_same_bits, native_tensors
+from tests.pairs import alternately
 
 MERGED = {"medusa_num_heads": 3, "medusa_num_layers": 2, "base_model_name_or_path": "before/it"}
 MODELOPT = {"medusa": {"num_medusa_heads": 3, "num_medusa_layers": 1}}
@@ -119,8 +120,7 @@ def test_heads_without_biases_have_zeros(tmp_path: Path, target: Path, decodes: 
     decodes(converted.folder)
 
 
-@pytest.mark.parametrize("prefix", ["", "medusa_heads."])
-@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize(("prefix", "layers"), alternately(["", "medusa_heads."], [1, 2]))
 def test_vllm(tmp_path: Path, target: Path, decodes: Decodes, prefix: str, layers: int) -> None:
     planted = native_tensors(3, layers)
     source = layouts.vllm(tmp_path / "vllm", planted, prefix=prefix)

@@ -18,6 +18,7 @@ from medusa_heads.checkpoint.stored_heads import read_stored
 from medusa_heads.interop.convert import convert_heads
 from tests.interop import layers, layouts
 from tests.interop.layouts import D, native_tensors
+from tests.pairs import alternately
 
 LAYOUTS: dict[str, Callable[[Path], Path]] = {
     "pickle": lambda folder: layouts.fasterdecoding_pt(folder, native_tensors(2)),
@@ -64,8 +65,11 @@ def attempt(source: Path, out: Path) -> bool:
     return True
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("damage", [bits, header, cut], ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize(
+    ("layout", "damage"),
+    alternately(LAYOUTS, [bits, header, cut]),
+    ids=lambda given: given if isinstance(given, str) else given.__name__,
+)
 def test_bytes(
     tmp_path: Path, layout: str, damage: Callable[[bytearray, random.Random], bytearray]
 ) -> None:

@@ -35,6 +35,7 @@ from tests.interop.layers import (
     written,
 )
 from tests.interop.layouts import D, V, assert_same_bits
+from tests.pairs import alternately
 
 SHAPE = DecoderShape(
     HEADS, GROUPS, WIDTH, WIDE, 1e-5, rope_parameters={"rope_type": "default", "rope_theta": 5e3}
@@ -60,8 +61,9 @@ def our_logits(folder: Path, target: Path, ids_1T: Tensor) -> tuple[Tensor, Targ
     return heads.project(0, heads.features(encoded)[0, :, 0]), model
 
 
-@pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize("of", ["authors", "speculators", "last hidden state"])
+@pytest.mark.parametrize(
+    ("of", "before"), alternately(["authors", "speculators", "last hidden state"], [False, True])
+)
 @torch.no_grad()
 def test_a_layer_says_what_theirs_says(
     tmp_path: Path, target: Path, decodes: Decodes, of: str, before: bool

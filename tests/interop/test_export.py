@@ -20,6 +20,7 @@ from tests.conftest import TinyLlama
 from tests.interop import layouts
 from tests.interop.conftest import Decodes
 from tests.interop.layouts import D, V, assert_same_bits, native_tensors
+from tests.pairs import alternately
 
 Tensors = dict[str, Tensor]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -152,8 +153,10 @@ def blocks_of(folder: Path) -> Tensors:
     return load_file(folder / "medusa_lm_head.safetensors")
 
 
-@pytest.mark.parametrize("to", ["tgi", "lorax", "fasterdecoding", "vllm", "modelopt"])
-@pytest.mark.parametrize("matrix", ["own", "shared"])
+@pytest.mark.parametrize(
+    ("matrix", "to"),
+    alternately(["shared", "own"], ["tgi", "lorax", "fasterdecoding", "vllm", "modelopt"]),
+)
 def test_our_own_checkpoints(tmp_path: Path, target: Path, to: WrittenFormat, matrix: str) -> None:
     native = saved(
         tmp_path / "native", TargetModel.from_pretrained(str(target)), vocab_matrix=matrix

@@ -25,7 +25,7 @@ ENGINE = Path(__file__).with_name("engine.py")
 KINDS = [
     pytest.param("eagle3-side-by-side", "draft-eagle3"),
     pytest.param("block-corrected", "draft-dspark"),
-    pytest.param("block-yarn", "draft-dspark"),
+    pytest.param("block-yarn", "draft-dspark", marks=pytest.mark.slow),
     pytest.param("eagle3-bare", "draft-eagle3", marks=pytest.mark.slow),
     pytest.param("block", "draft-dflash", marks=pytest.mark.slow),
 ]

@@ -163,7 +163,7 @@ def counting(target: Any, monkeypatch: pytest.MonkeyPatch) -> list[None]:
     return asked
 
 
-@pytest.mark.parametrize("features", [None, [0, 1]])
+@pytest.mark.parametrize("features", [pytest.param(None, marks=pytest.mark.slow), [0, 1]])
 def test_each_shape_of_a_text_is_asked_about_once(
     tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, features: list[int] | None
 ) -> None:
@@ -181,7 +181,7 @@ def test_each_shape_of_a_text_is_asked_about_once(
 
 @pytest.mark.parametrize(
     "tree",
-    ["dynamic:7", "chain", *(pytest.param(tree, marks=pytest.mark.slow) for tree in ("7", "auto"))],
+    ["dynamic:7", *(pytest.param(tree, marks=pytest.mark.slow) for tree in ("7", "chain", "auto"))],
 )
 def test_so_is_each_whole_step(
     tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, tree: str
@@ -199,18 +199,20 @@ def test_so_is_each_whole_step(
         assert medusa.last_stats.forwards > 10
 
 
-def test_a_model_that_was_changed_between_two_texts_is_asked_about(tiny_llama: TinyLlama) -> None:
+@pytest.mark.parametrize("whole", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_model_that_was_changed_between_two_texts_is_asked_about(
+    tiny_llama: TinyLlama, whole: bool
+) -> None:
     model: Any = tiny_llama(vocab_size=24, num_layers=1)
-    for whole in (False, True):
-        target = CompiledTarget(model, "eager", whole_steps=whole)
-        medusa: Any = TrainingFreeModel(target, "recycling:3")  # of one size, a graph each time
-        texts = []
-        for act in (nn.SiLU(), nn.ReLU(), nn.SiLU()):
-            for layer in model.model.layers:
-                layer.mlp.act_fn = act
-            texts.append(medusa.generate(IDS, **OPTIONS))
-            assert torch.equal(texts[-1], model.generate(IDS, **OPTIONS))
-        assert not torch.equal(texts[0], texts[1])
+    target = CompiledTarget(model, "eager", whole_steps=whole)
+    medusa: Any = TrainingFreeModel(target, "recycling:3")  # of one size, a graph each time
+    texts = []
+    for act in (nn.SiLU(), nn.ReLU(), nn.SiLU()):
+        for layer in model.model.layers:
+            layer.mlp.act_fn = act
+        texts.append(medusa.generate(IDS, **OPTIONS))
+        assert torch.equal(texts[-1], model.generate(IDS, **OPTIONS))
+    assert not torch.equal(texts[0], texts[1])
 
 
 def test_features_are_read_where_others_were_compiled_before(tiny_llama: TinyLlama) -> None:

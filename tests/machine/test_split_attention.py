@@ -214,7 +214,7 @@ def test_no_memory_says_nothing_of_kernels(cache: Path, monkeypatch: pytest.Monk
     assert split_pays(*given) and len(asked) == 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.half, pytest.param(torch.float, marks=pytest.mark.slow)])
 def test_what_is_compared_before_the_choice(dtype: torch.dtype) -> None:
     """The same says the kernel; and not where it takes one slot for another."""
     usual, split, layers = rivals(torch.device(DEVICE), dtype, SIZES._replace(slots=70))

@@ -146,7 +146,7 @@ def verify(target: TargetModel, past: int = 6) -> None:
     state.verify(target, chain_shape(10 - past).tree(ids_1T[:, past:]))
 
 
-@pytest.mark.parametrize("used_before", [False, True])
+@pytest.mark.parametrize("used_before", [pytest.param(False, marks=pytest.mark.slow), True])
 @torch.no_grad()
 def test_compiled_views_of_one_model(short: Any, used_before: bool) -> None:
     """Each with its own features, whichever was compiled first, reading or not."""

@@ -126,7 +126,7 @@ def test_what_is_no_tree_is_left_to_transformers(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_compiled_target_reads_each_key_once(tiny_llama: TinyLlama) -> None:
-    model: Any = tiny_llama(num_attention_heads=4, num_key_value_heads=2)
+    model: Any = tiny_llama(num_layers=1, num_attention_heads=4, num_key_value_heads=2)
     heads_read: list[int] = []
 
     def look(graph: Any, inputs: Any) -> Any:
@@ -141,7 +141,7 @@ def test_a_compiled_target_reads_each_key_once(tiny_llama: TinyLlama) -> None:
     expected = model.generate(ids, max_new_tokens=12, do_sample=False)
     given: Any = medusa.generate(ids, max_new_tokens=12, do_sample=False)
     assert given.tolist() == expected.tolist()
-    assert heads_read == [2] * model.config.num_hidden_layers
+    assert heads_read == [2]
 
 
 @pytest.mark.parametrize("masks", [1, H])

@@ -88,7 +88,7 @@ def compiled(model: Any, how: Any, backend: str = "eager") -> tuple[dict[str, An
     return inputs, model.generate(**inputs).tolist(), medusa
 
 
-@pytest.mark.parametrize("how", [True, "steps"])
+@pytest.mark.parametrize("how", [True, pytest.param("steps", marks=pytest.mark.slow)])
 def test_graphs_multiply_by_the_packed_matrices_of_the_weights_as_they_are(
     tiny_llama: TinyLlama, how: Any
 ) -> None:
@@ -130,7 +130,7 @@ def test_weights_where_others_lay_are_multiplied_by_themselves(tiny_llama: TinyL
         assert torch.equal(layer_module._linear(x_8D, layer.weight, None), layer(x_8D))
 
 
-@pytest.mark.parametrize("how", [False, True])
+@pytest.mark.parametrize("how", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_matrices_that_begin_at_one_place(tiny_llama: TinyLlama, how: bool) -> None:
     model = tiny_llama()
     for layer in model.model.layers:
@@ -161,7 +161,7 @@ def test_views_without_them_share_their_graphs(tiny_llama: TinyLlama) -> None:
         graphs.append(graph)
         return graph.forward
 
-    target = CompiledTarget(tiny_llama(), noted)
+    target = CompiledTarget(tiny_llama(num_layers=1), noted)
     heads = new_heads(target, HeadsConfig(num_heads=2))
     ids_1T = torch.arange(9)[None]
     for _ in range(2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from inspect import getsource, signature
+from itertools import product
 from typing import Any
 
 import pytest
@@ -29,6 +30,8 @@ from scripts.prove.tiny_models import random_weights
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.planted import PlantedDrafter
 
+# Of all ways to attend to queries that are scaled, each is quick once.
+QUICKLY = [("sdpa", False, 1), ("eager", False, 3), ("eager", "capture", 1), ("sdpa", True, 3)]
 LIMIT = 40  # beyond what a target is tried with
 FLOOR = 48  # slots that Llama 4 scales alike: more than targets are tried with
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
@@ -251,13 +254,16 @@ def three_rows(length: int) -> dict[str, Tensor]:
     return {"input_ids": (ids_BT * mask_BT).to(DEVICE), "attention_mask": mask_BT.to(DEVICE)}
 
 
-@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize(
-    "compiled",
-    [False, pytest.param("capture", marks=CHUNKED), pytest.param(True, marks=CHUNKED)],
+    ("attention", "compiled", "rows"),
+    [
+        pytest.param(
+            *each, marks=[CHUNKED] * bool(each[1]) + [pytest.mark.slow] * (each not in QUICKLY)
+        )
+        for each in product(("sdpa", "eager"), (False, "capture", True), (1, 3))
+    ],
 )
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_queries_are_scaled_by_slots_of_the_text(rows: int, compiled: Any, attention: str) -> None:
+def test_queries_are_scaled_by_slots_of_the_text(attention: str, compiled: Any, rows: int) -> None:
     model = tiny("llama4")
     model.set_attn_implementation(attention)
     inputs: dict[str, Any] = three_rows(20) if rows > 1 else {"input_ids": prompt(9)}

@@ -20,6 +20,7 @@ from medusa_heads.cli.verbs.chat import main
 from tests.cli.conftest import Talk
 from tests.cli.verbs.chatting import FAITHFUL, LINES, SHORTENED, install, plain_answers
 from tests.conftest import Refused
+from tests.pairs import alternately
 
 
 @pytest.fixture(params=[FAITHFUL, SHORTENED, None], ids=["faithful", "shortened", "none"])
@@ -29,18 +30,15 @@ def template(request: pytest.FixtureRequest, speaker: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("flags", "options"),
-    [
-        ([], {"do_sample": False}),
-        (
-            ["--temperature", "0.8", "--rng", "transformers"],
-            {"do_sample": True, "temperature": 0.8},
-        ),
-    ],
+    ("template", "drawn"),
+    alternately([FAITHFUL, SHORTENED, None], [False, True]),
+    indirect=["template"],
 )
 def test_keeping_the_cache_changes_nothing(
-    template: str | None, flags: list[str], options: Any, speaker: Path, talk: Talk
+    template: str | None, drawn: bool, speaker: Path, talk: Talk
 ) -> None:
+    flags = ["--temperature", "0.8", "--rng", "transformers"] if drawn else []
+    options: Any = {"do_sample": drawn} | ({"temperature": 0.8} if drawn else {})
     script = [line for spoken in LINES for line in (spoken, "/stats")]
     printed = talk(speaker / "heads", script, *flags)
     answers = plain_answers(speaker, template, LINES, **options)

@@ -46,7 +46,7 @@ def test_a_file_in_place_of_the_folder_is_seen_before_the_target_is_loaded(
     assert sentence in refused(train_heads.main, [*flags, *trained])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_heads_learn_the_same_from_what_was_written(
     dtype: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,7 +86,7 @@ def test_what_grows_on_no_straight_line(
 
 
 @pytest.mark.usefixtures("short_texts")
-@pytest.mark.parametrize("limit", [24, 96])
+@pytest.mark.parametrize("limit", [24, pytest.param(96, marks=pytest.mark.slow)])
 def test_a_target_that_reads_little(tiny_llama: TinyLlama, limit: int) -> None:
     options: dict[str, Any] = {"max_position_embeddings": limit}
     target = TargetModel(tiny_llama(num_layers=1, **options))

@@ -176,6 +176,7 @@ def test_compiled_methods_write_the_same(
     assert [method["identical"] for method in found.values()] == [1.0] * len(names)
 
 
+@pytest.mark.slow
 def test_each_size_of_tree_is_one_graph(medusa: MedusaModel, monkeypatch: Any) -> None:
     """Whatever else runs on the same target in between."""
     graphs: list[Any] = []

@@ -192,7 +192,7 @@ class Promising(Source):
         return float(nodes)
 
 
-@pytest.mark.parametrize("with_heads", [False, True])
+@pytest.mark.parametrize("with_heads", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.usefixtures("untraced")
 def test_rows_that_end_apart_where_all_are_kept(tiny_llama: TinyLlama, with_heads: bool) -> None:
     """Compiled, rows stay until all are done: those that have ended draft nothing."""

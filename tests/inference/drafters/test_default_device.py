@@ -12,13 +12,16 @@ from tests.conftest import TinyLlama
 from tests.inference.padded import padded
 from tests.inference.reference import reference
 from tests.inference.standing import ELSEWHERE
+from tests.pairs import alternately
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
 
 
 @pytest.mark.usefixtures("untraced")
-@pytest.mark.parametrize("compile", [False, "capture", True, "steps"])
-@pytest.mark.parametrize("words", ["lookahead", "suffix", "heads", "draft"])
+@pytest.mark.parametrize(
+    ("words", "compile"),
+    alternately(["lookahead", "suffix", "heads", "draft"], [False, "capture", True, "steps"]),
+)
 def test_tensors_are_made_where_the_target_lies(
     tiny_llama: TinyLlama, words: str, compile: Any
 ) -> None:

@@ -165,7 +165,9 @@ def test_text_is_the_targets_own(
     assert torch.equal(got_BT, expected_BT)
 
 
-@pytest.mark.parametrize("tree", ["cartesian:3,2,1", "dynamic:9"])
+@pytest.mark.parametrize(
+    ("heads", "tree"), alternately(KINDS, ["cartesian:3,2,1", "dynamic:9"]), indirect=["heads"]
+)
 def test_rows_of_a_padded_batch_are_the_targets_own(
     heads: DraftHeads, target: Any, tree: str
 ) -> None:
@@ -192,8 +194,7 @@ def test_a_tree_beyond_the_heads_is_refused(heads: DraftHeads) -> None:
         make_drafter("dynamic:99999", heads, None)
 
 
-@pytest.mark.parametrize("chunk", [None, 4])
-@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize(("kind", "chunk"), alternately(READERS, [None, 4]))
 def test_layers_over_the_text_read_on_as_if_from_the_start(
     target: Any, kind: str, chunk: int | None
 ) -> None:

@@ -174,7 +174,7 @@ def test_heads_beside_the_text(model: Any, kind: str) -> None:
         assert "step" in medusa.last_stats.seconds
 
 
-@pytest.mark.parametrize("drafter", ["auto", "suffix"])
+@pytest.mark.parametrize("drafter", ["auto", pytest.param("suffix", marks=pytest.mark.slow)])
 def test_both_roads_accept_as_much(
     model: Any, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ pytestmark = [
     needs_modules,
     pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree"),
 ]
+ALIKE = ("glm4_moe",)  # whose modules are layers behind the last one, as those of deepseek_v3
 STEPS = {1: 1.0, 2: 1.02, 4: 1.04, 8: 1.1, 16: 1.2}  # seconds by tokens: drafting pays
 
 
@@ -106,7 +107,9 @@ def test_modules_that_know_nothing_change_no_text(tmp_path: Path) -> None:
     assert model.last_stats.tokens_per_step < 1.25
 
 
-@pytest.mark.parametrize("kind", TREES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in ALIKE else ()) for kind in TREES]
+)
 def test_rows_of_a_batch_equal_generate(targets: dict[str, TargetModel], kind: str) -> None:
     target = targets[kind]
     options = {"eos_token_id": int(written(target.model, prompts(4))[1, 30])}
@@ -128,7 +131,11 @@ def test_rows_that_stay_in_a_compiled_batch(targets: dict[str, TargetModel]) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "right"), [("deepseek_v3", True), ("deepseek_v3", False), ("glm4_moe", True)]
+    ("kind", "right"),
+    [
+        ("deepseek_v3", False),
+        *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in ("deepseek_v3", "glm4_moe")),
+    ],
 )
 def test_drafts_are_those_of_transformers(
     kind: str, right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -171,9 +178,7 @@ def test_drafts_are_those_of_transformers(
 
 
 @pytest.mark.parametrize(
-    "kind",
-    # Modules of glm4_moe are layers behind the last one, as those of deepseek_v3 are.
-    [pytest.param(kind, marks=pytest.mark.slow if kind == "glm4_moe" else ()) for kind in KINDS],
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in ALIKE else ()) for kind in KINDS]
 )
 def test_what_is_remembered_is_what_is_read_anew(
     targets: dict[str, TargetModel], kind: str, monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,7 @@ from medusa_heads.inference.endpoint.scheduler import Overloaded
 from medusa_heads.inference.endpoint.server import Server
 from tests.inference.endpoint.asking import ask, metrics, send
 from tests.inference.endpoint.conftest import Told, scheduler_of
+from tests.pairs import alternately
 
 PROMPTS = ["abc", "de", "abc"]
 
@@ -47,8 +48,7 @@ def pieces(raw: str, chat: bool = False) -> tuple[dict[int, str], dict[int, str]
     return texts, ends, counts["usage"]
 
 
-@pytest.mark.parametrize("ids", [False, True], ids=["texts", "token ids"])
-@pytest.mark.parametrize("max_rows", [2, 8])
+@pytest.mark.parametrize(("max_rows", "ids"), alternately([2, 8], [False, True]))
 def test_several_prompts(ids: bool, max_rows: int, endless: Any, tokenizer: Any) -> None:
     expected = [written(endless, tokenizer, prompt, None) for prompt in PROMPTS]
     prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS] if ids else PROMPTS

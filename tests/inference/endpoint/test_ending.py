@@ -15,6 +15,7 @@ from medusa_heads.cli.flags.arguments import run_command
 from medusa_heads.inference.endpoint import server as served
 from medusa_heads.inference.endpoint.server import Server
 from tests.inference.endpoint.asking import begin
+from tests.pairs import alternately
 
 
 def test_a_server_that_ends_leaves_no_thread(endless: Any, tokenizer: Any) -> None:
@@ -26,8 +27,9 @@ def test_a_server_that_ends_leaves_no_thread(endless: Any, tokenizer: Any) -> No
     connection.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("hears", [True, False])
+@pytest.mark.parametrize(
+    ("hears", "number"), alternately([True, False], [signal.SIGTERM, signal.SIGINT])
+)
 def test_a_stream_is_told_of_a_server_that_ends(
     number: signal.Signals,
     hears: bool,

@@ -139,17 +139,28 @@ def test_calls_are_found(before: str, endless: Any, writes: Any) -> None:
     assert [call["function"] for call in streamed] == [call["function"] for call in calls]
 
 
+NO_CALLS = [
+    "no call<end>",
+    '<call>{"name": "add", "argum<end>',  # no JSON
+    "<call>[3]</call><end>",
+    CALL.replace("3", r'"\ud800"') + "<end>",  # half of a character
+    CALL.replace("add", r"a\ud800") + "<end>",
+    CALL.replace('{"x": 3}', '"three"') + "<end>",  # no object
+    CALL.replace('{"x": 3}', "[3]") + "<end>",
+    CALL.replace("3", "NaN") + "<end>",
+]
+
+
+@pytest.mark.parametrize("said", NO_CALLS)
+def test_what_is_no_call(said: str) -> None:
+    assert Calls(tokenizer_of(ANSWERS), ANSWERS, TOOLS).of("u:hia:", said) is None
+
+
 @pytest.mark.parametrize(
     ("said", "answers"),
     [
-        ("no call<end>", ANSWERS),
-        ('<call>{"name": "add", "argum<end>', ANSWERS),  # no JSON
-        ("<call>[3]</call><end>", ANSWERS),
-        (CALL.replace("3", r'"\ud800"') + "<end>", ANSWERS),  # half of a character
-        (CALL.replace("add", r"a\ud800") + "<end>", ANSWERS),
-        (CALL.replace('{"x": 3}', '"three"') + "<end>", ANSWERS),  # no object
-        (CALL.replace('{"x": 3}', "[3]") + "<end>", ANSWERS),
-        (CALL.replace("3", "NaN") + "<end>", ANSWERS),
+        (NO_CALLS[0], ANSWERS),
+        *(pytest.param(said, ANSWERS, marks=pytest.mark.slow) for said in NO_CALLS[1:]),
         (CALL + "<end>", None),  # nobody says how it calls
     ],
 )

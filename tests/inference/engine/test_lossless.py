@@ -189,7 +189,9 @@ def test_ragged_batch_equal_to_generate(model: Any, options: str) -> None:
     assert_accepted(stats)
 
 
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(
+    ("model", "batch"), alternately(sorted(ARCHITECTURES), (1, 4)), indirect=["model"]
+)
 def test_equal_to_generate_where_the_device_runs_ahead(
     model: Any, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from medusa_heads.target.target import TargetModel
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.planted import PlantedDrafter
 from tests.inference.processor_kinds import VOCAB, EverySecondCall, Matcher, kinds, own
+from tests.pairs import alternately
 
 PROMPT = 12
 NEW = 24
@@ -71,8 +72,13 @@ def decoding(drafter: PlantedDrafter, stats: GenerationStats | None = None) -> C
     return custom
 
 
-@pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "batch"),
+    [
+        *alternately(KINDS, (1, 4)),
+        *(pytest.param(kind, 2, marks=pytest.mark.slow) for kind in KINDS),
+    ],
+)
 def test_each_row_is_that_of_generate(model: Any, kind: str, batch: int) -> None:
     expected_BT, got_BT, stats = both(model, batch, KINDS[kind])
     assert torch.equal(got_BT, expected_BT)

@@ -61,7 +61,8 @@ def test_two_graphs_serve_every_length_of_text(kind: str, monkeypatch: pytest.Mo
     assert not torch.equal(planted(compiled, inputs, expected)[0], expected)
 
 
-@pytest.mark.parametrize("kind", ["lfm2", pytest.param("falcon_h1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lfm2", "falcon_h1"])
 def test_rows_of_a_batch_in_one_graph(kind: str) -> None:
     """Layers that keep a state, or rows and a state; a row that has ended stays, and is not read
     on."""

@@ -20,7 +20,9 @@ KINDS = ("jamba", "mamba", "zamba")  # states alone; with attention; a state for
 pytestmark = pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
 
 
-@pytest.mark.parametrize("kind", (*KINDS, "falcon_mamba", "mamba2"))
+@pytest.mark.parametrize(
+    "kind", [*KINDS, pytest.param("falcon_mamba", marks=pytest.mark.slow), "mamba2"]
+)
 def test_planted_chains_are_token_equal(kind: str) -> None:
     target, inputs = tiny_target(kind), prompt()
     assert capability(target) == "recurrent"

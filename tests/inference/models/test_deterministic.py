@@ -28,15 +28,17 @@ def made(tiny_llama: TinyLlama, way: str) -> AssistedModel:
     return MedusaModel(model, heads, tree=tree, deterministic=True)
 
 
+ALIKE = ("recycling:7", "heads:hydra/auto", "heads:block/auto")
+
+
 @pytest.mark.parametrize(
     "way",
     [
-        *DRAFTERS,
-        "recycling:7",
+        # Two sources, and kinds of heads, draft as each of them does.
+        *(pytest.param(way, marks=pytest.mark.slow if "+" in way else ()) for way in DRAFTERS),
         *(f"heads:medusa/{tree}" for tree in TREES),
-        "heads:hydra/auto",
         "heads:eagle3/auto",
-        "heads:block/auto",
+        *(pytest.param(way, marks=pytest.mark.slow) for way in ALIKE),
     ],
 )
 def test_text_depends_on_nothing_else(

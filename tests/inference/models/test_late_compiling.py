@@ -24,6 +24,7 @@ from tests.inference.recurrent import repeating, short_target, written
 
 PADDING = [0, 3, 5]
 DRAFTERS = ("auto", "suffix", "lookahead", "static:7", "prefix", "block")
+ALIKE = ("suffix", "lookahead")
 LATE: Any = {"compile": "auto", "compile_backend": "eager"}
 
 
@@ -65,9 +66,11 @@ def heads_for(model: Any, **settings: Any) -> DraftHeads:
 @pytest.mark.parametrize(
     ("drafter", "rows"),
     [
-        pytest.param(drafter, rows, marks=[] if (i + j) % 2 else [pytest.mark.slow])
+        # Sources of text draft beside others in "auto", too.
+        pytest.param(drafter, rows, marks=marks)
         for i, drafter in enumerate(DRAFTERS)
         for j, rows in enumerate((1, 3))
+        for marks in [[] if (i + j) % 2 and drafter not in ALIKE else [pytest.mark.slow]]
     ],
 )
 @pytest.mark.usefixtures("untraced")

@@ -54,7 +54,12 @@ WAYS: dict[str, Callable[[str], Any]] = {
 
 @pytest.mark.parametrize("other", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("way", "kind"), [(way, KINDS[i % len(KINDS)]) for i, way in enumerate(WAYS)]
+    ("way", "kind"),
+    [
+        # Layers, and heads beside the text, draft in other ways too.
+        pytest.param(way, KINDS[i % 3], marks=pytest.mark.slow if way == "eagle3 and text" else ())
+        for i, way in enumerate(WAYS)
+    ],
 )
 def test_every_drafter_is_token_equal(way: str, kind: str, other: bool, cache: Any) -> None:
     """On a text of each kind; which of them is drawn changes from one to the next."""
@@ -71,7 +76,12 @@ def test_every_drafter_is_token_equal(way: str, kind: str, other: bool, cache: A
 
 
 @pytest.mark.parametrize(
-    ("way", "kind"), [("heads and text", "lfm2"), ("eagle3", "lfm2"), ("drawn", "qwen3_next")]
+    ("way", "kind"),
+    [
+        pytest.param("heads and text", "lfm2", marks=pytest.mark.slow),
+        ("eagle3", "lfm2"),
+        ("drawn", "qwen3_next"),
+    ],
 )
 def test_batches_are_token_equal(way: str, kind: str, cache: Any) -> None:
     model, inputs = WAYS[way](kind), padded((4, 0, 7), 24)

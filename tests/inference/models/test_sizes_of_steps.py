@@ -140,7 +140,7 @@ def test_each_number_of_nodes_is_one_graph_for_two_thousand_tokens(
 
 @pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize(
-    ("tree", "options"), alternately(("7", "auto", "dynamic:9"), ({}, SAMPLING))
+    ("tree", "options"), alternately(("7", "auto", "dynamic:9"), ({}, SAMPLING), slow=("auto",))
 )
 def test_any_device_may_be_the_default(
     tree: str, options: dict[str, Any], tiny_llama: TinyLlama

@@ -19,6 +19,7 @@ from medusa_heads.inference.plan.trees import TreeSpec, make_drafter, read_choic
 from medusa_heads.trees.statistics import HeadStatistics
 from tests.conftest import TinyLlama
 from tests.inference.recurrent import tiny_target
+from tests.pairs import alternately
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ def test_medusa_choices_files(heads: MedusaHeads, tmp_path: Path) -> None:
             read_choices(path)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_tune_measures_once_and_keeps_the_result(
     tiny_llama: TinyLlama,
     statistics: HeadStatistics,
@@ -181,8 +182,9 @@ def test_auto_is_the_default(
     assert len(list((cache / "clock").iterdir())) == 1  # nothing is measured twice
 
 
-@pytest.mark.parametrize("spec", ["dynamic:12", "cartesian:3,2,1", "chain", "none"])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    ("spec", "batch"), alternately(["dynamic:12", "cartesian:3,2,1", "chain", "none"], [1, 3])
+)
 def test_every_tree_is_lossless(tiny_llama: TinyLlama, spec: str, batch: int) -> None:
     model = tiny_llama(vocab_size=24)
     medusa = MedusaModel(model, MedusaHeads.from_target(model, HeadsConfig(num_heads=3)), tree=spec)

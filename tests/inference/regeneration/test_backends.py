@@ -39,6 +39,7 @@ from medusa_heads.interop.vllm_engine import that_matter
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
 from tests.killed import dies
+from tests.pairs import alternately
 
 SAMPLING = Sampling(max_new_tokens=10, temperature=0.9, seed=3)
 
@@ -140,8 +141,10 @@ def test_the_targets_own_warpers_are_honoured(tiny_llama: TinyLlama) -> None:
     assert list(answers(backend, drawn).values()) == likeliest
 
 
-@pytest.mark.parametrize("make", [TransformersBackend, ContinuousBackend])
-@pytest.mark.parametrize("asked", [{"top_k": 1}, {"top_p": 1e-6}])
+@pytest.mark.parametrize(
+    ("make", "asked"),
+    alternately([TransformersBackend, ContinuousBackend], [{"top_k": 1}, {"top_p": 1e-6}]),
+)
 def test_warpers_are_those_that_are_asked_for(
     make: Callable[[TargetModel], Backend], asked: dict[str, Any], target: TargetModel
 ) -> None:

@@ -69,8 +69,7 @@ def target() -> ProofTarget:
     return random_target("llama", (0.15, 0.15))
 
 
-# Of a target that keeps more than rows.
-OTHERS = {
+OTHERS = {  # of a target that keeps more than rows
     "state not put back": "qwen3_next",
     "convolution not put back": "qwen3_next",
     "all rows put back": "qwen3_next",
@@ -250,6 +249,7 @@ def test_every_turn_has_drafters_also_where_tokens_are_few() -> None:
     assert {kind for kind in HEADS for way in ways if way.name.startswith(kind)} == set(HEADS)
 
 
+@pytest.mark.slow
 def test_heads_of_every_kind_write_the_text(target: ProofTarget, made: list[Reference]) -> None:
     for turn in range(len(HEADS)):
         for way in every_way(target, turn):

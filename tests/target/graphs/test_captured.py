@@ -32,6 +32,8 @@ pytestmark = [
 ]
 
 
+# Heads that learn otherwise, or read what those of another kind read.
+ALIKE = ("own matrices", "features", "eagle3", "eagle3, norm_output")
 FEW: dict[str, Any] = {"max_new_tokens": 12}  # a CPU does one operation after the other again
 # A whole step is recorded; and forwards alone, where the step asks the host.
 HOW: list[dict[str, Any]] = [{}, {"no_repeat_ngram_size": 2}]
@@ -61,7 +63,7 @@ def test_planted_drafts(model: Any, padding: list[int], truth: list[int]) -> Non
     assert torch.equal(text(medusa, inputs, eos_token_id=ends), expected)
 
 
-@pytest.mark.parametrize(("kind", "drawn"), alternately(KINDS, (False, True)))
+@pytest.mark.parametrize(("kind", "drawn"), alternately(KINDS, (False, True), slow=ALIKE))
 def test_all_kinds_of_heads(model: Any, kind: str, drawn: bool) -> None:
     """Greedy by one kind of tree, drawn by another."""
     number, inputs = list(KINDS).index(kind), padded([0, 3], 12)
@@ -226,7 +228,12 @@ def test_new_kinds_of_processors_leave_others(model: Any, recorded: list[Any]) -
 
 
 @pytest.mark.parametrize(
-    ("tree", "options"), [("auto", {}), ("7", SAMPLING), ("7", {"no_repeat_ngram_size": 2})]
+    ("tree", "options"),
+    [
+        pytest.param("auto", {}, marks=pytest.mark.slow),
+        ("7", SAMPLING),
+        ("7", {"no_repeat_ngram_size": 2}),
+    ],
 )
 def test_compiled_parts(deep: Any, tree: str, options: dict[str, Any]) -> None:
     """A step is recorded as it is, and then with fewer kernels, found to do the same."""

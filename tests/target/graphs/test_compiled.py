@@ -69,10 +69,14 @@ def build(config: Any) -> Any:
                 attention_chunk_size=16,
                 no_rope_layers=[1, 0],
             ),
-            marks=pytest.mark.skipif(
-                "block_sequence_ids" not in signature(create_chunked_causal_mask).parameters,
-                reason="transformers before 5.20 makes no static cache's masks of chunks",
-            ),
+            marks=[
+                # Its texts are quickly compared in test_positions.py.
+                pytest.mark.slow,
+                pytest.mark.skipif(
+                    "block_sequence_ids" not in signature(create_chunked_causal_mask).parameters,
+                    reason="transformers before 5.20 makes no static cache's masks of chunks",
+                ),
+            ],
         ),
     ],
     ids=["llama", "gemma2", "llama4"],
@@ -273,7 +277,7 @@ def test_the_hook_leaves_with_its_target(tiny_llama: TinyLlama) -> None:
 
 
 def test_a_model_whose_dtype_changes_gets_another_cache(tiny_llama: TinyLlama) -> None:
-    model: Any = tiny_llama()
+    model: Any = tiny_llama(num_layers=1)
     target = CompiledTarget(model, "eager")
     medusa = MedusaModel(target, new_heads(target, HeadsConfig(num_heads=2)), tree="static:4")
     ids_1T = torch.arange(1, 7)[None]

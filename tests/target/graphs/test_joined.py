@@ -21,6 +21,7 @@ from medusa_heads.target.graphs import joined
 from medusa_heads.target.graphs.joined import KIND, fastest, join_products, joined_products
 from tests.conftest import DEVICE
 from tests.elsewhere import compiled_elsewhere
+from tests.pairs import alternately
 
 triton_products: Any = pytest.importorskip("medusa_heads.target.graphs.triton_products")
 
@@ -32,8 +33,10 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
     return torch.randn(shape, generator=random).to(DEVICE, dtype)
 
 
-@pytest.mark.parametrize("which", range(len(triton_products.BLOCKS)))
-@pytest.mark.parametrize("outputs", [[64], [64, 128], [128, 64, 64]])
+@pytest.mark.parametrize(
+    ("outputs", "which"),
+    alternately([[64], [64, 128], [128, 64, 64]], range(len(triton_products.BLOCKS))),
+)
 def test_they_say_what_products_say(outputs: list[int], which: int) -> None:
     x, matrices = (
         numbers(2, 3, 512),

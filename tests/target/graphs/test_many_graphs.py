@@ -13,10 +13,10 @@ from medusa_heads.target.graphs.compiled import CompiledTarget
 from tests.conftest import TinyLlama
 
 
-@pytest.mark.parametrize("compile", [True, "steps"])
+@pytest.mark.parametrize("compile", [pytest.param(True, marks=pytest.mark.slow), "steps"])
 def test_texts_go_on_where_torch_keeps_too_many_graphs(tiny_llama: TinyLlama, compile: Any) -> None:
     """Those of the process are counted together. What has a graph is decoded by it."""
-    model: Any = tiny_llama()
+    model: Any = tiny_llama(num_layers=1)
     model.generation_config.pad_token_id = 0
     medusa: Any = MedusaModel(
         model,

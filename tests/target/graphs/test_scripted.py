@@ -85,7 +85,9 @@ def test_what_is_attended_to_doubles_up_to_all(used: int, capacity: int, seen: i
     assert scripted._seen(used, capacity) == seen
 
 
-@pytest.mark.parametrize("kind", ["gemma3_text", "phimoe", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "kind", ["gemma3_text", pytest.param("phimoe", marks=pytest.mark.slow), "qwen3_moe"]
+)
 def test_other_architectures(kind: str) -> None:
     """Windows, a norm between, experts; what is not used of a forward is another number of values
     at each size."""
@@ -116,20 +118,16 @@ def test_a_plain_causal_mask_shows(model: Any) -> None:
     assert not decodes(free, inputs, expected)
 
 
+HEADS: list[dict[str, Any]] = [
+    {},
+    {"kind": "hydra"},
+    {"kind": "eagle3", "features": [0]},
+    {"kind": "eagle3", "decoder": replace(DecoderShape.of_width(64), norm_output=True)},
+]
+
+
 @pytest.mark.parametrize(
-    ("tree", "kind"),
-    alternately(
-        ("auto", "dynamic:9"),
-        (
-            {},
-            {"kind": "hydra"},
-            {"kind": "eagle3", "features": [0]},
-            {
-                "kind": "eagle3",
-                "decoder": replace(DecoderShape.of_width(64), norm_output=True),
-            },
-        ),
-    ),
+    ("kind", "tree"), alternately(HEADS, ("auto", "dynamic:9"), slow=[HEADS[0], HEADS[3]])
 )
 def test_heads_and_their_features(model: Any, kind: dict[str, Any], tree: str) -> None:
     heads = with_heads(model, **kind).heads

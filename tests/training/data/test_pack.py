@@ -106,8 +106,16 @@ def at_once(target: TargetModel, inputs: dict[str, Tensor]) -> Tensor:
     return target.hidden(inputs["input_ids"], None, inputs["position_ids"])
 
 
+# Their layers are of kinds that others have too.
+ALIKE = ("qwen2", "qwen3", "bamba", "granitemoehybrid", "olmo_hybrid", "qwen3_5_text")
+
+
 @pytest.mark.parametrize(
-    "kind", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt2", *KINDS]
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.slow if kind in ALIKE else ())
+        for kind in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt2", *KINDS)
+    ],
 )
 def test_hidden_states_are_those_of_each_document_alone(kind: str, make_rows: Rows) -> None:
     target = tiny_target(kind) if kind in KINDS else small(kind)

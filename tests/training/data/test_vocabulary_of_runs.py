@@ -76,8 +76,14 @@ def train(large: TargetModel, tmp_path: Path) -> Train:
     ("shape", "loss"),
     [
         ({}, "forward_kl"),
-        ({"prefix_attention": True, "correction_rank": 4}, "cross_entropy"),
-        ({"kind": "hydra", "vocab_matrix": "own"}, "cross_entropy"),
+        pytest.param(
+            {"prefix_attention": True, "correction_rank": 4},
+            "cross_entropy",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"kind": "hydra", "vocab_matrix": "own"}, "cross_entropy", marks=pytest.mark.slow
+        ),
         ({"kind": "block", "features": [0], "correction_rank": 4}, "cross_entropy"),
         ({"kind": "eagle3", "vocab_matrix": "own"}, "total_variation"),
     ],

@@ -105,6 +105,7 @@ def test_so_many_learn_what_one_does(
         assert loaded(tmp_path / name)["processes"] == count
 
 
+@pytest.mark.slow
 @needs_modules
 def test_a_targets_own_modules(flags: list[str], tmp_path: Path) -> None:
     """They are measured before they learn, and averaged for all that."""

@@ -54,7 +54,11 @@ def trained(
 _trained: dict[str, Path] = {}
 
 
-@pytest.mark.parametrize("trained", [{}, {"kind": "eagle3", "features": (0, 1)}], indirect=True)
+@pytest.mark.parametrize(
+    "trained",
+    [{}, pytest.param({"kind": "eagle3", "features": (0, 1)}, marks=pytest.mark.slow)],
+    indirect=True,
+)
 def test_heads_and_adapter_come_back_in_one_call(
     trained: Path, target_folder: Path, make_rows: Rows
 ) -> None:

@@ -77,9 +77,9 @@ def test_tokens_of_batches_count_what_fills_them_up() -> None:
 @pytest.mark.parametrize(
     "course",
     [
-        {"max_steps": -1, "num_train_epochs": 2},
+        pytest.param({"max_steps": -1, "num_train_epochs": 2}, marks=pytest.mark.slow),
         {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 3},
-        {"max_steps": 7, "save_steps": 3},
+        pytest.param({"max_steps": 7, "save_steps": 3}, marks=pytest.mark.slow),
         {"max_steps": 8, "save_steps": 0.25},
     ],
     ids=["epochs", "accumulated", "steps", "a share"],

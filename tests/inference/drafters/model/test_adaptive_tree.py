@@ -90,7 +90,9 @@ def test_lengths_follow_worth_and_costs(
     assert sum(map(bool, useless[-128:])) <= 8 and any(useless)
 
 
-@pytest.mark.parametrize("drawn", [False, True], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    "drawn", [pytest.param(False, marks=pytest.mark.slow), True], ids=["greedy", "drawn"]
+)
 def test_trees_are_as_wide_as_pays(
     pair: tuple[Any, Any], drawn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,11 +104,11 @@ def drafts(target: Any, pruned: TargetModel, tiny_llama: TinyLlama) -> dict[str,
 @pytest.mark.parametrize(
     ("draft", "shape"),
     [
-        # Each draft model and each shape has a quick one.
+        # Each shape has a quick one, and so have drafts of which all, some or none are right.
         pytest.param(draft, SHAPES[name], marks=marks, id=f"{draft}-{name}")
         for i, draft in enumerate(("itself", "near", "pruned", "stranger"))
         for j, name in enumerate(SHAPES)
-        for marks in [[] if (i + j) % 2 == 0 else [pytest.mark.slow]]
+        for marks in [[] if (i + j) % 2 == 0 and draft != "pruned" else [pytest.mark.slow]]
     ],
 )
 def test_equal_to_generate(

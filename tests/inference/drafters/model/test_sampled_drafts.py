@@ -122,10 +122,10 @@ def check(
 @pytest.mark.parametrize(
     ("tree", "warpers", "rng"),
     [
-        # Any two of these meet in a quick one.
-        pytest.param(*each, marks=[] if sum(places) % 2 == 0 else [pytest.mark.slow])
-        for places, each in (
-            ((i, j, k), (tree, warpers, rng))
+        # Each of these is in a quick one.
+        pytest.param(*each, marks=[] if quick else [pytest.mark.slow])
+        for quick, each in (
+            ((j, k) == (i == 0, i < 2), (tree, warpers, rng))
             for i, tree in enumerate((*TREES[:2], "adaptive"))
             for j, warpers in enumerate(("plain", "top-k"))
             for k, rng in enumerate(RNGS)

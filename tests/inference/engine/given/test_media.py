@@ -87,7 +87,7 @@ def test_rows_with_images_join_a_running_batch(moving: TargetModel) -> None:
         assert row.tokens == expected_1T[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("kind", [MOVING, "gemma3"])
+@pytest.mark.parametrize("kind", [MOVING, pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_tokens_beside_images_are_not_what_was_read(kind: str) -> None:
     """Of texts alone what was read is kept, and that is read on from, whatever came between."""
     target = TargetModel(build(kind))
