@@ -103,6 +103,7 @@ def test_wheel_from_the_tree_equals_wheel_from_the_sdist(source: Path, wheel: Pa
     assert names(direct) == names(wheel)
 
 
+@pytest.mark.slow
 def test_installed_wheel_adds_one_import_name(wheel: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
     python = tmp_path / "venv" / "bin" / "python"

@@ -75,7 +75,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # Others draw their text as these do, and learn as these do; the demo's own tests run its plan.
-ALIKE = ("demo", "medusa-2")
+ALIKE = ("demo", "hydra", "medusa-2")
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,15 @@ def test_a_processor_that_is_no_faster_so_multiplies_as_ever(
 
 
 @pytest.mark.usefixtures("every_matrix")
-@pytest.mark.parametrize("settings", ALL_KINDS, ids=str)
+@pytest.mark.parametrize(
+    ("layer", "settings"),
+    [
+        pytest.param(layer, settings, marks=[*skips, *([pytest.mark.slow] * ((i + j) % 2))])
+        for i, (layer, skips) in enumerate([(Int8Linear, []), (PackedLinear, [PACKS])])
+        for j, settings in enumerate(ALL_KINDS)
+    ],
+    indirect=["layer"],
+)
 def test_text_stays_the_targets_own(
     tiny_llama: TinyLlama, layer: type[NearLinear], settings: Any
 ) -> None:

@@ -205,6 +205,7 @@ def test_a_cut_connection_leaves_the_old_heads(
     assert config["num_heads"] == 3 and len(repository.commits) == 3
 
 
+@pytest.mark.slow
 def test_a_killed_push_leaves_the_old_heads(hub: LocalHub, checkpoint: Path) -> None:
     reached, go_on = threading.Event(), threading.Event()
 

@@ -27,7 +27,9 @@ def assert_holds(converted: Converted, expected: dict[str, Tensor]) -> None:
     assert_same_bits(read_stored(converted.folder).tensors, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16, torch.float32]
+)
 def test_an_old_pickle_of_five_heads_whose_config_says_two(
     tmp_path: Path, target: Path, decodes: Decodes, dtype: torch.dtype
 ) -> None:

@@ -69,7 +69,9 @@ def said(reader: GGUFReader, name: str) -> Any:
     return reader.fields[name].contents()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
+)
 def test_an_eagle3_layer_keeps_its_values(heads: Heads, target: Path, dtype: torch.dtype) -> None:
     checkpoint = heads(dtype, draft_vocab_size=300, **EAGLE3)
     reader = written(checkpoint, target)
@@ -124,7 +126,7 @@ def test_a_block_says_how_it_drafts(heads: Heads, target: Path) -> None:
             assert said(reader, name) == said(of_target, name)
 
 
-@pytest.mark.parametrize("rule", ["linear", "yarn"])
+@pytest.mark.parametrize("rule", [pytest.param("linear", marks=pytest.mark.slow), "yarn"])
 def test_positions_that_are_stretched_are_said(heads: Heads, target: Path, rule: str) -> None:
     rope = YARN | {"rope_type": rule, "rope_theta": 2e4, "factor": 2.0}
     if rule == "linear":

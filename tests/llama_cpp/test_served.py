@@ -24,7 +24,7 @@ TIES = 1  # of two drafts, which are decided by rounding; seen were none
 ENGINE = Path(__file__).with_name("engine.py")
 KINDS = [
     pytest.param("eagle3-side-by-side", "draft-eagle3"),
-    pytest.param("block-corrected", "draft-dspark"),
+    pytest.param("block-corrected", "draft-dspark", marks=pytest.mark.slow),
     pytest.param("block-yarn", "draft-dspark", marks=pytest.mark.slow),
     pytest.param("eagle3-bare", "draft-eagle3", marks=pytest.mark.slow),
     pytest.param("block", "draft-dflash", marks=pytest.mark.slow),

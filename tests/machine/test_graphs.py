@@ -215,6 +215,7 @@ def test_a_model_that_was_changed_between_two_texts_is_asked_about(
     assert not torch.equal(texts[0], texts[1])
 
 
+@pytest.mark.slow
 def test_features_are_read_where_others_were_compiled_before(tiny_llama: TinyLlama) -> None:
     """What was compiled without them, by what is gone since, serves none that asks for them."""
     model = tiny_llama(vocab_size=24)

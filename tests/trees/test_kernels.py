@@ -198,7 +198,7 @@ def test_a_kernel_of_one_row_is_the_same_however_that_lies(monkeypatch: pytest.M
     assert numbers[0] == numbers[1] == numbers[2]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.half, pytest.param(torch.double, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("served")
 def test_no_default_of_torch_tells_how_exact_they_are(dtype: torch.dtype) -> None:
     guess, _ = chances(small=False)

@@ -65,14 +65,23 @@ def drafting(target: TargetModel, heads: Any, tree: str) -> MedusaModel:
     return MedusaModel(target, heads, tree=tree)
 
 
+@pytest.mark.parametrize(
+    ("trees", "drafters"),
+    [
+        (["7", "dynamic:12", "auto"], ["recycling", "early_exit:2", "lookahead"]),
+        pytest.param(
+            ["chain", "static:15", "7+suffix", "suffix"], ["recycling:7", "auto"], marks=SLOW
+        ),
+    ],
+)
 def test_what_is_drafted_changes_no_token(
-    target: TargetModel, heads: Any, undrafted: Tensor
+    target: TargetModel, heads: Any, undrafted: Tensor, trees: list[str], drafters: list[str]
 ) -> None:
     short: dict[str, Any] = {"max_new_tokens": 12}
     plain = undrafted[:, :12]
-    for name in ("chain", "7", "static:15", "dynamic:12", "auto", "7+suffix", "suffix"):
+    for name in trees:
         assert torch.equal(text(drafting(target, heads, name), **short), plain), name
-    for name in ("recycling", "recycling:7", "auto", "early_exit:2", "lookahead"):
+    for name in drafters:
         model = TrainingFreeModel(target, name)
         assert torch.equal(text(model, **short), plain), name
     assert not torch.equal(text(drafting(target, heads, "7"), seed=4, **short), plain)

@@ -85,10 +85,16 @@ def test_auto_keeps_up_where_tokens_are_drawn(
     assert took[best] / auto >= 0.97, (best, took, auto)
 
 
-@pytest.mark.parametrize("reads_on", [False, True])
 @pytest.mark.parametrize(
-    ("interrupted", "call", "right", "copied"),
-    [("text", 20, 0.15, 0.7), ("guesses", 1, 0.7, 0.0), ("guesses", 20, 0.7, 0.0)],
+    ("interrupted", "call", "right", "copied", "reads_on"),
+    [
+        # Those who read on are interrupted in one quick case, the others in two.
+        pytest.param(*case, reads_on, marks=[pytest.mark.slow] * (reads_on != (i == 1)))
+        for i, case in enumerate(
+            [("text", 20, 0.15, 0.7), ("guesses", 1, 0.7, 0.0), ("guesses", 20, 0.7, 0.0)]
+        )
+        for reads_on in (False, True)
+    ],
 )
 def test_an_interruption_costs_no_more_than_itself(
     monkeypatch: pytest.MonkeyPatch,

@@ -34,9 +34,12 @@ def memory(model: MedusaModel) -> Memory:
     return Memory(model)
 
 
+LARGER = [(6, 20, 60), (5, 150, 8)]
+
+
 @pytest.mark.parametrize(
     ("rows", "prompt", "new"),
-    [(1, 300, 24), (6, 20, 60), pytest.param(5, 150, 8, marks=pytest.mark.slow)],
+    [(1, 300, 24), *(pytest.param(*each, marks=pytest.mark.slow) for each in LARGER)],
 )
 def test_larger_texts_take_what_was_foretold(
     model: MedusaModel,
@@ -70,7 +73,7 @@ def test_texts_that_may_become_long_are_copied_while_they_grow() -> None:
         # Scores of all pairs of tokens are held while the prompt is read.
         ("eager", {"num_heads": 2}, 1, 600),
         # Layers that read the text take more of a row beside others than of one alone.
-        ("sdpa", {"kind": "eagle3", "num_heads": 2}, 3, 300),
+        pytest.param("sdpa", {"kind": "eagle3", "num_heads": 2}, 3, 300, marks=pytest.mark.slow),
     ],
 )
 def test_what_grows_on_no_straight_line(

@@ -115,7 +115,11 @@ def test_a_wrong_mask_is_caught(tiny_llama: TinyLlama) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [{"prefix_attention": True}, {"kind": "hydra", "prefix_attention": True}, {"kind": "block"}],
+    [
+        {"prefix_attention": True},
+        pytest.param({"kind": "hydra", "prefix_attention": True}, marks=pytest.mark.slow),
+        {"kind": "block"},
+    ],
 )
 def test_heads_that_are_asked_now_and_then_have_read_everything(
     tiny_llama: TinyLlama, kind: dict[str, Any], asked: list[int]
@@ -139,7 +143,14 @@ def test_heads_that_are_asked_now_and_then_have_read_everything(
 
 
 @pytest.mark.parametrize(
-    "tree", ["auto", "7+suffix", "dynamic:7+suffix", "chain:2+suffix", "suffix:4"]
+    "tree",
+    [
+        "auto",
+        "7+suffix",
+        pytest.param("dynamic:7+suffix", marks=pytest.mark.slow),
+        pytest.param("chain:2+suffix", marks=pytest.mark.slow),
+        "suffix:4",
+    ],
 )
 def test_by_the_words_of_a_tree(tiny_llama: TinyLlama, tree: str) -> None:
     model: Any = tiny_llama().to(DEVICE)

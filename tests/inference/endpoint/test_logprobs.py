@@ -78,7 +78,11 @@ def asked(server: Server, **body: Any) -> list[Any]:
     return list(choices)
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(each, marks=[pytest.mark.slow] * (n % 2)) for n, each in enumerate(SETTINGS)],
+    ids=str,
+)
 def test_of_rows_with_drafts(settings: dict[str, Any], server: Server, speaking: Any) -> None:
     for place, choice in enumerate(asked(server, n=2, **settings)):
         assert furthest(speaking, PROMPTS[place // 2], choice["logprobs"]) < 1e-4

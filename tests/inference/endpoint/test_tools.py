@@ -116,7 +116,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Any:
     return script
 
 
-@pytest.mark.parametrize("before", ["", "so "])
+@pytest.mark.parametrize("before", [pytest.param("", marks=pytest.mark.slow), "so "])
 def test_calls_are_found(before: str, endless: Any, writes: Any) -> None:
     made = tokenizer_of(ANSWERS)
     writes(before + CALL + CALL.replace("3", "5") + "<end>", made)

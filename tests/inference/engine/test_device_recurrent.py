@@ -237,6 +237,7 @@ def test_states_that_a_graph_does_not_settle_are_noticed(
         written(medusa, inputs, max_new_tokens=NEW)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_no_graph_leaves_the_states_to_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

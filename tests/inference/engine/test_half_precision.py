@@ -23,6 +23,7 @@ from medusa_heads.trees.tree import TokenTree
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.padded import padded
 from tests.inference.planted import PlantedDrafter
+from tests.pairs import alternately
 
 VOCAB = 24
 PROMPT = 12
@@ -107,8 +108,7 @@ def model(request: pytest.FixtureRequest, tiny_llama: TinyLlama) -> Any:
     return made
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("options", [{}, {"eos_token_id": 5}], ids=["long", "ends"])
+@pytest.mark.parametrize(("options", "batch"), alternately([{}, {"eos_token_id": 5}], [1, 4]))
 def test_committed_tokens_are_the_best_of_the_forward_they_came_from(
     model: Any, batch: int, options: dict[str, Any]
 ) -> None:

@@ -97,7 +97,7 @@ class GoesOn(LogitsProcessor):
         return scores.scatter_add(1, input_ids[:, -6:-5], scores.new_full((1, 1), 99.0))
 
 
-@pytest.mark.parametrize("drafter", ["auto", "suffix"])
+@pytest.mark.parametrize("drafter", ["auto", pytest.param("suffix", marks=pytest.mark.slow)])
 def test_text_that_repeats_itself_takes_fewer_steps(drafter: str, cache: Any) -> None:
     model = TrainingFreeModel(short_target("lfm2"), drafter, **STREAM)
     options = {"logits_processor": [GoesOn()], "max_new_tokens": 60}

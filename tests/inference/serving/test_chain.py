@@ -74,7 +74,7 @@ def test_texts_are_the_targets_own(target: TargetModel, heads: DraftHeads) -> No
     assert simulated.texts == [plain(target, p, max_new_tokens=NEW_TOKENS) for p in PROMPTS]
 
 
-@pytest.mark.parametrize("draft_tokens", [1, 3, 4])
+@pytest.mark.parametrize("draft_tokens", [1, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_steps_are_those_of_our_own_engine(
     target: TargetModel, heads: DraftHeads, draft_tokens: int
 ) -> None:

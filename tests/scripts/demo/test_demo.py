@@ -14,7 +14,7 @@ from rich.console import Console
 
 from scripts.demo.__main__ import main, run_demo
 from scripts.demo.plan import Amounts, Plan
-from scripts.demo.recipe import METHODS, Recipe
+from scripts.demo.recipe import ALONE, TOGETHER, Recipe
 from scripts.demo.screen import findings, shortened
 
 ROOT = Path(__file__).parents[3]
@@ -38,7 +38,7 @@ def small(short_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         full=Amounts(rows=32, prompts=2),
         floor=LEAST,
         budget=1.0,
-        methods=tuple(name for name in METHODS if name != "plain-compiled"),
+        methods=("plain", ALONE, TOGETHER),
         new_tokens=8,
     )
 

@@ -14,6 +14,7 @@ from tests.conftest import Refused
 QUICK = ["--shape", "own", "--dtype", "float32", "--compile", "capture", "--new_tokens", "4"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("recorded")
 def test_steps_and_forwards(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -142,7 +142,7 @@ def test_presets_hold_the_demo_target() -> None:
     ],
     ids=lambda config: f"{config.kind}-{config.vocab_matrix}-{config.draft_vocab_size}",
 )
-@pytest.mark.parametrize("vocabulary", [199, 256])
+@pytest.mark.parametrize("vocabulary", [pytest.param(199, marks=pytest.mark.slow), 256])
 def test_logits_of_heads_stay(
     tiny_llama: TinyLlama, tmp_path: Path, config: HeadsConfig, vocabulary: int
 ) -> None:

@@ -75,7 +75,16 @@ def test_all_kinds_of_heads(model: Any, kind: str, drawn: bool) -> None:
     assert medusa.last_stats.seconds["step"]
 
 
-@pytest.mark.parametrize("drafter", ["auto", "recycling", "recycling:5", "suffix", "lookahead"])
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        "auto",
+        "recycling",
+        pytest.param("recycling:5", marks=pytest.mark.slow),
+        "suffix",
+        pytest.param("lookahead", marks=pytest.mark.slow),
+    ],
+)
 def test_without_training(model: Any, drafter: str) -> None:
     free, plain = TrainingFreeModel(model, drafter), TrainingFreeModel(model, compile=False)
     assert isinstance(free.target, CapturedTarget) and not isinstance(plain.target, CapturedTarget)

@@ -160,7 +160,7 @@ def test_hidden_states_outlive_the_next_step(tiny_llama: TinyLlama) -> None:
 
 
 def test_its_cache_is_handed_out_as_a_copy(tiny_llama: TinyLlama) -> None:
-    model = tiny_llama(vocab_size=24)
+    model = tiny_llama(vocab_size=24, num_layers=1)
     medusa = MedusaModel(
         model,
         MedusaHeads.from_target(model, HeadsConfig(num_heads=2)),

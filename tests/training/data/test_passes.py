@@ -10,7 +10,7 @@ from medusa_heads.training.data.stream import _pass, _Passes
 from tests.training.data.streaming import first, sharded, stream
 
 
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("packing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_every_pass_over_a_stream_is_mixed_anew(target: TargetModel, packing: bool) -> None:
     """By its number: what is read again from the start, or with others, has the same rows."""
     data = stream(

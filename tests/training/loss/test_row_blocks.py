@@ -61,7 +61,7 @@ def test_blocks_under_autocast_give_the_same_to_rounding(kind: str, vocab_matrix
         torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * float(theirs.abs().max()))
 
 
-@pytest.mark.parametrize("vocab_matrix", ["shared", "own"])
+@pytest.mark.parametrize("vocab_matrix", ["shared", pytest.param("own", marks=pytest.mark.slow)])
 def test_gradients_of_many_blocks_are_summed_in_fp32(vocab_matrix: str) -> None:
     # All rows alike: bf16 loses each row's part once the sum is 256 times as large.
     heads, rows, count = random_heads(K, vocab_matrix, dtype=torch.float32), random_rows(1, K), 320

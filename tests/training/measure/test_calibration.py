@@ -75,7 +75,9 @@ def test_a_child_that_ignores_its_parent_is_not_calibrated(tiny_llama: TinyLlama
     assert error() > 0.1
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "block", "eagle3"])
+@pytest.mark.parametrize(
+    "kind", ["medusa", pytest.param("hydra", marks=pytest.mark.slow), "block", "eagle3"]
+)
 def test_measured_from_anywhere_as_after_training(
     tiny_llama: TinyLlama, kind: HeadsKind, tmp_path: Path
 ) -> None:

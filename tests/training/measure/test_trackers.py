@@ -20,6 +20,7 @@ from tests.training.runs.test_heads_trainer import arguments, fresh
 Rows = Callable[..., Dataset]
 
 
+@pytest.mark.slow
 def test_wandb_records_the_run_offline(
     target: TargetModel, make_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

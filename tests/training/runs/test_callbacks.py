@@ -32,7 +32,8 @@ def measured(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("metric", "save_steps"), [("tokens_per_step_32", 2), ("loss", 2), ("loss", 12)]
+    ("metric", "save_steps"),
+    [("tokens_per_step_32", 2), pytest.param("loss", 2, marks=pytest.mark.slow), ("loss", 12)],
 )
 def test_the_final_heads_are_the_best_ones(
     metric: str, save_steps: int, target: TargetModel, make_rows: Rows, tmp_path: Path
@@ -245,9 +246,16 @@ def test_who_interrupts_a_run_is_told_how_it_goes_on(
     assert (sentence in caplog.text) == said == ("interrupted" in caplog.text)
 
 
+OTHERWISE: list[tuple[dict[str, int], int]] = [({"save_steps": 4}, 8), ({}, 5), ({}, 8)]
+
+
 @pytest.mark.parametrize(
     ("often", "told"),
-    [({"save_steps": 4}, 5), ({"save_steps": 4}, 8), ({}, 5), ({}, 6), ({}, 8)],
+    [
+        ({"save_steps": 4}, 5),
+        ({}, 6),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERWISE),
+    ],
 )
 def test_sigterm_ends_with_a_checkpoint_that_goes_on_exactly(
     often: dict[str, Any], told: int, target: TargetModel, make_rows: Rows, tmp_path: Path

@@ -30,6 +30,7 @@ END = 7  # of some rows' text, but not of all
 SMALL = Costs(line(0.02), forward=0.05)
 LARGE = Costs(line(0.02), forward=0.10)
 TREES = ("auto", "chain:3", "dynamic:5", "sampled:3", "sampled:2x2")
+ALIKE = ("chain:3", "sampled:2x2")
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,9 @@ def ragged() -> dict[str, Tensor]:
     return padded((0, 5, 9, 2), 12, range(1, VOCAB))
 
 
-@pytest.mark.parametrize("tree", [*TREES[:-1], pytest.param(TREES[-1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "tree", [pytest.param(tree, marks=pytest.mark.slow if tree in ALIKE else ()) for tree in TREES]
+)
 def test_equals_generate(target: Any, bad: Any, near: Any, tree: str) -> None:
     """One text and ragged batches, greedy, whoever drafts; rows end at different steps."""
     model = choosing(target, [bad, near], tree)
@@ -88,7 +91,7 @@ def test_equals_generate(target: Any, bad: Any, near: Any, tree: str) -> None:
     assert min(steps(model)) >= 4  # both were tried
 
 
-@pytest.mark.parametrize("tree", ["chain:3", "dynamic:5"])
+@pytest.mark.parametrize("tree", ["chain:3", pytest.param("dynamic:5", marks=pytest.mark.slow)])
 def test_chosen_tokens_leave_the_text_of_a_seed(
     target: Any, bad: Any, near: Any, tree: str
 ) -> None:

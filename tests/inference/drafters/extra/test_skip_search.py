@@ -24,6 +24,7 @@ from medusa_heads.inference.drafters.extra.skip_search import (
 from medusa_heads.target.target import TargetModel
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.drafters.extra.thinned import STEPS, drafted, layered, read_state
+from tests.pairs import alternately
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -61,10 +62,10 @@ def test_the_search_finds_what_can_be_left_out(model: Any, monkeypatch: pytest.M
     assert best_skip_set(target, stack, clock, most=15) == (best, agreement)
 
 
-@pytest.mark.parametrize(
-    "damage", ["", "[]", "{}", "[[[], 0.5]]", "[[[5], 0.5]]", "[[[-1], 0.5]]", "[[[0,1,2,3,4], 1]]"]
-)
-@pytest.mark.parametrize("within", [False, True])
+DAMAGES = ["", "[]", "{}", "[[[], 0.5]]", "[[[5], 0.5]]", "[[[-1], 0.5]]", "[[[0,1,2,3,4], 1]]"]
+
+
+@pytest.mark.parametrize(("damage", "within"), alternately(DAMAGES, [False, True]))
 def test_damaged_files_are_measured_anew(
     model: Any, cache: Path, damage: str, within: bool
 ) -> None:

@@ -21,6 +21,7 @@ from medusa_heads.trees.tree import TokenTree
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.drafters.model.drafting import CHEAP, DEAR, FLAT, Costs, drafted, line
 from tests.inference.reference import reference
+from tests.pairs import alternately
 
 VOCAB = 24
 
@@ -35,7 +36,11 @@ def pair(tiny_llama: TinyLlama) -> tuple[Any, Any]:
     return target.to(DEVICE), draft.to(DEVICE)
 
 
-@pytest.mark.parametrize("costs", [FLAT, CHEAP, DEAR], ids=["flat", "cheap", "dear"])
+@pytest.mark.parametrize(
+    "costs",
+    [FLAT, pytest.param(CHEAP, marks=pytest.mark.slow), DEAR],
+    ids=["flat", "cheap", "dear"],
+)
 def test_equals_generate(pair: tuple[Any, Any], costs: Costs) -> None:
     """One text, and a ragged batch; what is learnt is carried from one to the next."""
     target, draft = pair
@@ -248,10 +253,12 @@ def passages(sure: float, share: float, seed: int) -> Iterator[tuple[list[float]
         yield sureness, right
 
 
-@pytest.mark.parametrize(("sure", "share"), [(0.9, 0.8), (0.75, 0.5), (0.8, 0.15)])
-@pytest.mark.parametrize("forward", [0.05, 0.15, 0.4])
-def test_no_fixed_length_is_much_better(sure: float, share: float, forward: float) -> None:
+@pytest.mark.parametrize(
+    ("passage", "forward"), alternately([(0.9, 0.8), (0.75, 0.5), (0.8, 0.15)], [0.05, 0.15, 0.4])
+)
+def test_no_fixed_length_is_much_better(passage: tuple[float, float], forward: float) -> None:
     """From the first token on, at costs that are known: cheap draft models and dear ones."""
+    sure, share = passage
     costs = Costs(line(0.02), forward)
     world = World(costs)
     fixed_seconds, fixed_tokens = [0.0] * 9, [0] * 9
