@@ -1,4 +1,4 @@
-"""Pairs and triples of parameters, of which some are quick."""
+"""Parameters, their pairs and triples, of which some are quick."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ def alternately(
         for i, one in enumerate(some)
         for j, other in enumerate(columns)
     ]
+
+
+def with_slow(quick: Iterable[Any], slow: Iterable[Any]) -> list[Any]:
+    """The quick ones, and behind them those that are slow."""
+    return [*quick, *(pytest.param(each, marks=pytest.mark.slow) for each in slow)]
 
 
 def meeting(some: Sequence[Any], others: Sequence[Any], more: Sequence[Any]) -> list[Any]:

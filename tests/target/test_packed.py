@@ -25,6 +25,7 @@ from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
 from tests.inference.planted import PlantedDrafter
 from tests.packing import MATRICES, calls
+from tests.pairs import with_slow
 
 pytestmark = pytest.mark.skipif(
     not has_packed_products(torch.float32), reason="this build of torch packs no matrix"
@@ -60,7 +61,7 @@ def test_what_a_layer_reads_decides_not_what_the_forward_reads(tiny_llama: TinyL
     assert len(made) == MATRICES - 1
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", with_slow([True], [False]))
 def test_planted_text_is_that_of_generate(tiny_llama: TinyLlama, tied: bool) -> None:
     model = tiny_llama(tie_word_embeddings=tied)
     inputs: Any = {"input_ids": torch.arange(7, 19)[None], "max_new_tokens": 64, "do_sample": False}

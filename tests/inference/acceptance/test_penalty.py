@@ -83,7 +83,11 @@ def test_negative_controls(
     assert not torch.equal(text(medusa, inputs, **PENALTY), expected)
 
 
-@pytest.mark.parametrize("padding", BATCHES, ids=["1 row", "3 rows"])
+@pytest.mark.parametrize(
+    "padding",
+    [pytest.param(BATCHES[0], marks=pytest.mark.slow), BATCHES[1]],
+    ids=["1 row", "3 rows"],
+)
 def test_drawn_text_is_that_of_steps_which_ask_the_host(
     model: Any, medusa: MedusaModel, padding: list[int]
 ) -> None:

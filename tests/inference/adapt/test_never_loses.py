@@ -22,6 +22,7 @@ from tests.inference.adapt.replayed import (
     written,
 )
 from tests.inference.clock import Clock as Time
+from tests.pairs import with_slow
 
 STEP = 0.01
 FLAT = Machine(lambda tokens: STEP * (1 + 0.002 * tokens), lambda rows: 0.1 * STEP)
@@ -124,7 +125,7 @@ def test_an_interruption_costs_no_more_than_itself(
     assert took[1] <= 1.05 * took[0]
 
 
-@pytest.mark.parametrize("interrupted", ["draft", "observe"])
+@pytest.mark.parametrize("interrupted", with_slow(["observe"], ["draft"]))
 def test_a_source_that_was_not_timed_outlives_an_interruption(
     monkeypatch: pytest.MonkeyPatch, interrupted: str
 ) -> None:

@@ -89,7 +89,9 @@ def test_equals_generate(varied: Any, drafter: str, options: dict[str, Any]) -> 
     assert with_corpus.last_stats.tokens_per_step > 1.3 * without.last_stats.tokens_per_step
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    "drafter", [pytest.param(d, marks=[pytest.mark.slow] * ("+" in d)) for d in DRAFTERS]
+)
 def test_rows_of_a_batch_equal_generate(model: Any, drafter: str) -> None:
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
     options |= padded((0, 3, 7, 1, 5), 10)

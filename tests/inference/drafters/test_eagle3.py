@@ -104,7 +104,10 @@ def compared(
     return drafter.differed
 
 
-@pytest.mark.parametrize(("tree", "chunk"), [("static", None), ("dynamic", None), ("static", 4)])
+@pytest.mark.parametrize(
+    ("tree", "chunk"),
+    [pytest.param("static", None, marks=pytest.mark.slow), ("dynamic", None), ("static", 4)],
+)
 def test_drafts_are_what_was_learnt(tiny_llama: TinyLlama, tree: str, chunk: int | None) -> None:
     differed = compared(tiny_llama, tree, chunk)
     assert len(differed) > 6 and max(differed) < 1e-5
@@ -117,7 +120,10 @@ def test_drafts_from_features_are_what_was_learnt(tiny_llama: TinyLlama) -> None
 NORMED: dict[str, Any] = {"decoder": replace(DecoderShape.of_width(64), norm_output=True)}
 
 
-@pytest.mark.parametrize(("tree", "features"), [("static", [0, 1]), ("dynamic", None)])
+@pytest.mark.parametrize(
+    ("tree", "features"),
+    [("static", [0, 1]), pytest.param("dynamic", None, marks=pytest.mark.slow)],
+)
 def test_drafts_from_behind_the_norm_are_what_was_learnt(
     tiny_llama: TinyLlama, tree: str, features: Any
 ) -> None:
@@ -129,6 +135,7 @@ def test_drafts_from_before_the_norm_are_noticed(tiny_llama: TinyLlama) -> None:
     assert max(compared(tiny_llama, "static", forgets=True, **NORMED)) > 1e-2
 
 
+@pytest.mark.slow
 def test_steps_on_the_device_draft_the_same_from_behind_the_norm(tiny_llama: TinyLlama) -> None:
     """As steps that ask the host: of a few tokens many drafts are right. Heads that forget the norm
     draft otherwise."""

@@ -156,7 +156,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in ("hydra", "prefix"))) for k in KINDS]
+)
 def test_heads_beside_the_text(model: Any, kind: str) -> None:
     asking = with_heads(model, **KINDS[kind])
     medusa = MedusaModel(model, asking.heads, tree="auto", compile="steps", compile_backend="eager")

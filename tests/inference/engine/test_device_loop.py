@@ -237,7 +237,10 @@ def test_windows_and_positions_that_end(kind: str) -> None:
     assert max(medusa.last_stats.accepted) == 4
 
 
-@pytest.mark.parametrize(("kind", "options"), alternately(KINDS, ({}, SAMPLING)))
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    alternately(KINDS, ({}, SAMPLING), slow=("correction", "own matrices", "eagle3")),
+)
 def test_drafts_are_those_of_the_other_road(model: Any, kind: str, options: dict[str, Any]) -> None:
     """Step by step, of heads in which all weights count, also those of a prefix layer."""
     heads = new_heads(model, HeadsConfig(num_heads=3, **KINDS[kind]))

@@ -133,7 +133,9 @@ KINDS_OF_HEADS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "options"), alternately(KINDS_OF_HEADS, ({}, SAMPLING)))
+@pytest.mark.parametrize(
+    ("kind", "options"), alternately(KINDS_OF_HEADS, ({}, SAMPLING), slow=("hydra", "prefix"))
+)
 def test_heads_write_what_steps_that_ask_the_host_write(kind: str, options: dict[str, Any]) -> None:
     medusa, inputs = medusa_of("lfm2", **KINDS_OF_HEADS[kind]), padded([0, 4], 12)
     asking = MedusaModel(medusa.target.model, medusa.heads, tree="none")

@@ -28,7 +28,7 @@ from tests.inference.on_device import NEW, SAMPLING
 from tests.inference.padded import padded
 from tests.inference.recurrent import tiny_target
 from tests.inference.reference import reference
-from tests.pairs import alternately
+from tests.pairs import alternately, with_slow
 from tests.replayed import Replayed, text, uncaptured, with_heads
 
 pytestmark = [
@@ -193,9 +193,7 @@ def test_a_recording_that_does_something_else(
     assert torch.equal(text(medusa, inputs, **options), text(model, inputs, **options))
 
 
-@pytest.mark.parametrize(
-    "kind", ["mamba", pytest.param("deepseek_v32", marks=pytest.mark.slow), "gpt_neo"]
-)
+@pytest.mark.parametrize("kind", with_slow(["mamba", "gpt_neo"], ["deepseek_v32"]))
 @pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
 def test_targets_that_no_fixed_cache_is_for(kind: str) -> None:
     """They are decoded as they are."""
@@ -258,6 +256,7 @@ def test_a_text_within_a_text(model: Any, cache: Path) -> None:
     assert made and all(torch.equal(each, expected) for each in made)
 
 
+@pytest.mark.slow
 def test_a_draft_model_that_was_a_target(model: Any, tiny_llama: TinyLlama) -> None:
     draft = TrainingFreeModel(tiny_llama(num_layers=1).to(DEVICE)).target
     assert isinstance(draft, CapturedTarget)

@@ -161,6 +161,7 @@ def test_sampling_with_the_same_seed_gives_the_same_text(pair: tuple[Any, Any]) 
     assert isinstance(got, torch.Tensor) and torch.equal(got, expected)
 
 
+@pytest.mark.slow
 def test_a_compiled_target_reads_the_same_drafts(pair: tuple[Any, Any]) -> None:
     """Finished rows stay in its batch, and in the draft's."""
     target, draft = pair

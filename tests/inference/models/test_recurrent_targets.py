@@ -52,12 +52,15 @@ WAYS: dict[str, Callable[[str], Any]] = {
 }
 
 
+ALIKE = ("eagle3 and text", "always the same", "draft model")
+
+
 @pytest.mark.parametrize("other", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("way", "kind"),
     [
         # Layers, and heads beside the text, draft in other ways too.
-        pytest.param(way, KINDS[i % 3], marks=pytest.mark.slow if way == "eagle3 and text" else ())
+        pytest.param(way, KINDS[i % 3], marks=pytest.mark.slow if way in ALIKE else ())
         for i, way in enumerate(WAYS)
     ],
 )

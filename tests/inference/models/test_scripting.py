@@ -23,6 +23,7 @@ from medusa_heads.target.target import TargetModel
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.padded import padded
 from tests.inference.reference import reference
+from tests.pairs import with_slow
 from tests.replayed import noted_sizes, text, with_heads
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's steps are recorded")
@@ -71,7 +72,7 @@ def test_nothing_is_scripted_before_it_pays(model: Any, noted: list[int]) -> Non
     assert len(model.lm_head._forward_pre_hooks) == hooks  # which graphs would ask for
 
 
-@pytest.mark.parametrize("kind", [{}, {"kind": "eagle3", "features": [0]}])
+@pytest.mark.parametrize("kind", with_slow([{"kind": "eagle3", "features": [0]}], [{}]))
 def test_heads_and_drawn_text(model: Any, noted: list[int], kind: dict[str, Any]) -> None:
     medusa = with_heads(model, "auto", **kind)
     plain = MedusaModel(model, medusa.heads, compile=False)

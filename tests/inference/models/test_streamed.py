@@ -11,6 +11,7 @@ from medusa_heads.inference.engine import reading
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.on_device import SAMPLING, text, with_heads
 from tests.inference.padded import padded
+from tests.pairs import alternately
 
 
 @pytest.fixture
@@ -20,8 +21,7 @@ def model(tiny_llama: TinyLlama) -> Any:
     return made
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("options", [{}, SAMPLING], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(("options", "late"), alternately([{}, SAMPLING], [False, True]))
 def test_a_text_is_streamed(
     model: Any, monkeypatch: pytest.MonkeyPatch, late: bool, options: dict[str, Any]
 ) -> None:

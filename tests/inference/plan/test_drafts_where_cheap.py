@@ -19,7 +19,11 @@ PROMPTS = ["def test_", "class Stack:\n    def __init__(self"]
 
 @pytest.mark.parametrize(
     ("tree", "floor"),
-    [("auto", 5.0), ("static:15", 3.0), pytest.param("dynamic:15", 3.0, marks=pytest.mark.slow)],
+    [
+        ("auto", 5.0),
+        pytest.param("static:15", 3.0, marks=pytest.mark.slow),
+        pytest.param("dynamic:15", 3.0, marks=pytest.mark.slow),
+    ],
 )
 def test_heads_draft(monkeypatch: pytest.MonkeyPatch, tree: str, floor: float) -> None:
     flat = Clock(dict.fromkeys((1, 2, 4, 8, 16, 32, 64), 1.0), learns=False)

@@ -16,6 +16,7 @@ from medusa_heads.inference.regeneration.server_backend import ServerBackend
 from tests.conftest import TinyLlama
 from tests.inference.regeneration.completion_server import CompletionServer, serving
 from tests.inference.speaking import make_speaker, make_tokenizer
+from tests.pairs import with_slow
 
 LONG = "why " * 20
 
@@ -47,7 +48,7 @@ def test_a_first_prompt_that_is_refused_leads_no_other_to_another_endpoint(
     assert result.accounting.problems[0]["detail"] == "400: too long"
 
 
-@pytest.mark.parametrize("endpoint", ["auto", "completions", "chat"])
+@pytest.mark.parametrize("endpoint", with_slow(["auto"], ["completions", "chat"]))
 def test_many_refusals_in_a_row_are_no_death_of_the_server(
     endpoint: str, server: CompletionServer, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from medusa_heads.heads import new_heads
 from scripts.grown.hybrid import grow_hybrid
 from scripts.grown.model import grow, load_small
 from scripts.grown.shape import Shape
+from tests.pairs import with_slow
 from tests.scripts.grown.test_target import spread_out
 
 ROUNDING = (
@@ -93,7 +94,7 @@ def test_logits_stay(small: Any, sizes: dict[str, int]) -> None:
     assert float((moved - before).abs().max()) > 0.1 * spread
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "prefix"])
+@pytest.mark.parametrize("kind", with_slow(["prefix"], ["medusa", "hydra"]))
 def test_heads_grow_with_it(small: Any, kind: str, tmp_path: Path) -> None:
     small.save_pretrained(tmp_path / "small")
     config = HeadsConfig(

@@ -23,7 +23,7 @@ from tests.inference.on_device import NEW, SAMPLING, PlantedOnDevice, planted
 from tests.inference.padded import padded
 from tests.inference.recurrent import CHAIN, short_target
 from tests.inference.reference import reference
-from tests.pairs import alternately
+from tests.pairs import alternately, with_slow
 from tests.replayed import text, uncaptured, with_heads
 
 pytestmark = [
@@ -102,7 +102,7 @@ def test_a_draft_model(model: Any, tiny_llama: TinyLlama, tree: str, drawn: bool
 
 
 @pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
-@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text"])
+@pytest.mark.parametrize("kind", with_slow(["lfm2"], ["qwen3_5_text"]))
 def test_recurrent_states(kind: str) -> None:
     """Which are put back, where drafts are refused, by the recording as well."""
     model: Any = copy.deepcopy(short_target(kind).model)

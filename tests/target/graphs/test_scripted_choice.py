@@ -20,6 +20,7 @@ from tests.conftest import DEVICE
 from tests.inference.padded import padded
 from tests.inference.planted import PlantedDrafter
 from tests.inference.reference import reference
+from tests.pairs import with_slow
 from tests.replayed import text
 from tests.target.graphs.test_scripted import GREEDY, decodes, known
 
@@ -113,7 +114,7 @@ def test_targets_that_are_never_scripted(model: Any) -> None:
         delattr(model, name)
 
 
-@pytest.mark.parametrize("saved", [-0.5, 0.02, 0.3])
+@pytest.mark.parametrize("saved", with_slow([0.02, 0.3], [-0.5]))
 def test_what_the_first_script_saves_decides(
     model: Any, monkeypatch: pytest.MonkeyPatch, saved: float
 ) -> None:

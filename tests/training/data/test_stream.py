@@ -16,6 +16,7 @@ from medusa_heads.config import HeadsConfig
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.runs.heads import train_heads
+from tests.pairs import with_slow
 from tests.training.data.streaming import first, sharded, stream
 
 DOCUMENTS = 24
@@ -143,7 +144,7 @@ def test_rows_that_only_the_target_or_the_tokenizer_refuses(
         stream(target, None, ready)
 
 
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("parts", with_slow([3], [1]))
 def test_the_vocabulary_of_a_stream_comes_from_all_over_it(
     target: TargetModel, tmp_path: Path, parts: int
 ) -> None:

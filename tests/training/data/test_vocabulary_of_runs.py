@@ -21,6 +21,7 @@ from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.data import draft_vocabulary
 from medusa_heads.training.runs.heads import train_heads
+from tests.pairs import with_slow
 from tests.training.runs.test_heads import quick
 
 V, LEAST = 256, 128
@@ -144,7 +145,7 @@ def another(tokens_C: torch.Tensor, kind: str) -> torch.Tensor:
     }[kind]
 
 
-@pytest.mark.parametrize("kind", ["of a larger target", "below 0", "no ids", "none"])
+@pytest.mark.parametrize("kind", with_slow(["below 0", "of a larger target"], ["no ids", "none"]))
 def test_a_run_does_not_go_on_with_tokens_that_the_target_does_not_have(
     kind: str, train: Train, tmp_path: Path
 ) -> None:

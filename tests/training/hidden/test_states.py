@@ -64,6 +64,7 @@ def test_the_target_teaches_from_the_cache(head_weights: Any, runs: Runs) -> Non
     assert runs.forwards == 0
 
 
+@pytest.mark.slow
 def test_no_epoch_runs_the_target(runs: Runs) -> None:
     three: dict[str, Any] = {"num_train_epochs": 3}
     plain = runs("off", **three)

@@ -37,6 +37,7 @@ from medusa_heads.training.runs.rehearsal import (
     rehearse,
     show_forecast,
 )
+from tests.pairs import with_slow
 from tests.training.runs.test_heads import quick
 
 Rows = Callable[..., Dataset]
@@ -128,7 +129,7 @@ def test_a_rehearsal_runs_all_of_it_and_leaves_nothing(
     assert "the run, about" in console.export_text()
 
 
-@pytest.mark.parametrize("packing", [False, True], ids=["one row", "packed"])
+@pytest.mark.parametrize("packing", with_slow([True], [False]), ids=["packed", "one row"])
 def test_a_batch_of_one_row_is_halved_in_length(
     packing: bool, target: TargetModel, texts: tuple[Dataset, Dataset], tmp_path: Path
 ) -> None:
