@@ -12,6 +12,7 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_heads.cli.train_heads import main
+from tests.pairs import with_slow
 from tests.training import templates
 
 
@@ -64,7 +65,7 @@ def test_broken_rows_end_the_command_unless_they_may_be_left_out(
     assert f"{chats}:41: 'messages' is empty): mend them" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("mode", ["--packing", "--streaming"])
+@pytest.mark.parametrize("mode", with_slow(["--packing"], ["--streaming"]))
 def test_conversations_are_learnt_from_and_one_is_shown(
     mode: str,
     target_folder: Path,

@@ -18,7 +18,7 @@ from medusa_heads.checkpoint.stored_heads import read_stored
 from medusa_heads.interop.convert import convert_heads
 from tests.interop import layers, layouts
 from tests.interop.layouts import D, native_tensors
-from tests.pairs import alternately
+from tests.pairs import alternately, with_slow
 
 LAYOUTS: dict[str, Callable[[Path], Path]] = {
     "pickle": lambda folder: layouts.fasterdecoding_pt(folder, native_tensors(2)),
@@ -86,7 +86,7 @@ def test_bytes(
 VALUES: list[Any] = [None, True, 0, -1, 2.5, 10**30, "", "x", [], [1], {}, {"num_heads": []}]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", with_slow(list(LAYOUTS)[:-1], list(LAYOUTS)[-1:]))
 def test_values_of_configurations(tmp_path: Path, layout: str) -> None:
     source = LAYOUTS[layout](tmp_path / "source")
     config = json.loads((source / "config.json").read_text())

@@ -41,6 +41,7 @@ def test_tables_and_files(
     assert {path: path.read_text() for path in cache.rglob("*.json")} != measured
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("busy", "short_texts")
 def test_a_busy_machine_is_named_below_the_tables(
     speaker: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -19,6 +19,7 @@ from medusa_heads.cli.streaming import StepStreamer
 from medusa_heads.cli.verbs.generate import main
 from medusa_heads.inference.models.training_free import DRAFTERS
 from tests.conftest import Refused, TinyLlama
+from tests.pairs import with_slow
 
 
 def expected(checkpoint: Path, **options: Any) -> str:
@@ -54,7 +55,7 @@ def test_streams_the_targets_text(
     assert "tokens per step" in printed.err
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", with_slow(["auto"], [d for d in DRAFTERS if d != "auto"]))
 def test_a_target_drafts_for_itself(
     checkpoint: Path, drafter: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,7 +224,7 @@ def test_ends_behind_a_stop_string(
         assert capsys.readouterr().out == whole[: whole.index(stop, 6) + 2] + "\n"
 
 
-@pytest.mark.parametrize("rule", ["typical", "threshold", "log_ratio"])
+@pytest.mark.parametrize("rule", with_slow(["typical"], ["threshold", "log_ratio"]))
 def test_a_lossy_rule_says_so_once(
     rule: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

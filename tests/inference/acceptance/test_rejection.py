@@ -26,6 +26,7 @@ from medusa_heads.inference.engine.noise import Noise
 from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.trees.tree import TokenTree, TreeShape
 from tests.inference.outcomes import Outcomes
+from tests.pairs import with_slow
 
 VOCAB = 4
 # Laws of four tokens: usual, sure, equal, without some tokens.
@@ -150,7 +151,7 @@ def mixed(q_V: Sequence[float], deeper_V: Sequence[float]) -> Iterator[tuple[flo
             yield chance * deeper_chance, tree
 
 
-@pytest.mark.parametrize("turn", range(len(LAWS)))
+@pytest.mark.parametrize("turn", with_slow([0, 1, *range(4, len(LAWS))], [2, 3]))
 def test_drawn_and_chosen_children_in_one_tree(turn: int, outcomes: Callable[[], Outcomes]) -> None:
     usual = [LAWS[0], LAWS[1], LAWS[3]]
     p_NV = torch.tensor([usual[node % 3] for node in range(8)])

@@ -75,7 +75,11 @@ PENAL: dict[str, Any] = {"repetition_penalty": 1.2}
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [*((kind, {}) for kind in KINDS), ("deepseek_v3", DRAWN), ("qwen3_next", DRAWN | PENAL)],
+    [
+        *((kind, {}) for kind in KINDS),
+        ("deepseek_v3", DRAWN),
+        pytest.param("qwen3_next", DRAWN | PENAL, marks=pytest.mark.slow),
+    ],
 )
 def test_equals_generate(
     targets: dict[str, TargetModel], kind: str, options: dict[str, Any]
@@ -178,7 +182,12 @@ def test_drafts_are_those_of_transformers(
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in ALIKE else ()) for kind in KINDS]
+    "kind",
+    [
+        # Windows are read by the target's own layers, too.
+        pytest.param(kind, marks=pytest.mark.slow if kind in (*ALIKE, "mellum") else ())
+        for kind in KINDS
+    ],
 )
 def test_what_is_remembered_is_what_is_read_anew(
     targets: dict[str, TargetModel], kind: str, monkeypatch: pytest.MonkeyPatch

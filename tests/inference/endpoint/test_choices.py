@@ -14,7 +14,7 @@ from medusa_heads.inference.endpoint.scheduler import Overloaded
 from medusa_heads.inference.endpoint.server import Server
 from tests.inference.endpoint.asking import ask, metrics, send
 from tests.inference.endpoint.conftest import Told, scheduler_of
-from tests.pairs import alternately
+from tests.pairs import alternately, with_slow
 
 PROMPTS = ["abc", "de", "abc"]
 
@@ -117,7 +117,7 @@ def test_all_are_taken_or_none(endless: Any, tokenizer: Any) -> None:
     assert [told.text.tokens for told in texts] == [3, 3, 3]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", with_slow([True], [False]))
 def test_who_leaves_frees_all_rows(stream: bool, endless: Any, tokenizer: Any) -> None:
     """Those of the texts that are written, and the places of those that wait."""
     body = {"prompt": PROMPTS, "max_tokens": 400, "temperature": 0, "stream": stream}
@@ -133,7 +133,7 @@ def test_who_leaves_frees_all_rows(stream: bool, endless: Any, tokenizer: Any) -
         assert ask(server, "/v1/completions", body | {"max_tokens": 3, "stream": False})[0] == 200
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", with_slow([True], [False]))
 def test_where_one_fails_none_is_written_further(
     stream: bool, endless: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,7 +41,7 @@ from tests.inference.on_device import (
 )
 from tests.inference.padded import padded
 from tests.inference.reference import reference
-from tests.pairs import alternately
+from tests.pairs import alternately, with_slow
 
 pytestmark = pytest.mark.usefixtures("small_caches")
 
@@ -153,10 +153,11 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 TREES = ("chain", "7", "none", "dynamic:7")
+ALIKE = ("correction", "own matrices", "eagle3")  # others have all that they do
 
 
 @pytest.mark.parametrize("other", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", with_slow([k for k in KINDS if k not in ALIKE], ALIKE))
 def test_heads_of_all_kinds(model: Any, kind: str, other: bool) -> None:
     """Greedy text is that of generate(), and drawn text that of steps which ask the host."""
     medusa, inputs = with_heads(model, **KINDS[kind]), padded([0, 4, 0], 12)
@@ -239,7 +240,7 @@ def test_windows_and_positions_that_end(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    alternately(KINDS, ({}, SAMPLING), slow=("correction", "own matrices", "eagle3")),
+    alternately(KINDS, ({}, SAMPLING), slow=ALIKE),
 )
 def test_drafts_are_those_of_the_other_road(model: Any, kind: str, options: dict[str, Any]) -> None:
     """Step by step, of heads in which all weights count, also those of a prefix layer."""

@@ -199,6 +199,7 @@ def test_the_host_waits_once_a_step_for_two_graphs(batch: int, options: dict[str
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == again
 
 
+@pytest.mark.slow
 def test_what_a_compiler_gets_wrong_is_refused_by_name() -> None:
     medusa, inputs = medusa_of("lfm2", wrong), prompt(12)
     planted(medusa, inputs, BOTH)

@@ -156,7 +156,6 @@ def test_heads_that_read_their_drafts_are_a_part_of_the_graph(
     assert graphs_of(medusa, 2, 20, **SAMPLING) == (True, 1, 0)
 
 
-@pytest.mark.slow
 def test_recycled_trees_are_a_part_of_the_graph(tiny_llama: TinyLlama) -> None:
     options: dict[str, Any] = {"compile": "steps", "compile_backend": "eager"}
     model = tiny_llama(num_layers=1).to(DEVICE)

@@ -186,7 +186,7 @@ def test_what_saves_nothing_is_kept_and_not_tried_again(
     ("drafter", "compile"),
     [
         ("auto", "auto"),
-        ("recycling:4", "steps"),
+        pytest.param("recycling:4", "steps", marks=pytest.mark.slow),
         *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("auto", "recycling:4")),
     ],
 )

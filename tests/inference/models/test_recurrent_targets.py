@@ -52,7 +52,7 @@ WAYS: dict[str, Callable[[str], Any]] = {
 }
 
 
-ALIKE = ("eagle3 and text", "always the same", "draft model")
+ALIKE = ("eagle3 and text", "always the same", "draft model", "adaptive")
 
 
 @pytest.mark.parametrize("other", [False, pytest.param(True, marks=pytest.mark.slow)])

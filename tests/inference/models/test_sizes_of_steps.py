@@ -103,6 +103,7 @@ def test_a_step_moves_no_more_of_the_cache_than_it_verifies(
     assert {1, 3} <= set(moved) and max(moved) <= auto.drafter.num_nodes
 
 
+@pytest.mark.slow
 def test_each_number_of_nodes_is_one_graph(tiny_llama: TinyLlama) -> None:
     """Which later texts find."""
     model = tiny_llama(num_layers=1).to(DEVICE)

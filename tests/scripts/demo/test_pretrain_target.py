@@ -64,6 +64,7 @@ def test_resumed_training_ends_at_the_same_weights(
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_measures_a_finished_model(
     recipe: ModuleType, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,11 +63,17 @@ def test_what_stays_on_the_device_is_not_counted() -> None:
     assert not counts
 
 
+FLAGS = ["--checkpoint", "assets/demo-heads", "--trees", "chain:2", "--new_tokens", "6"]
+
+
+@pytest.mark.slow
 def test_the_loop_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--checkpoint", "assets/demo-heads", "--trees", "chain:2", "--new_tokens", "6"]
-    assert main([*flags, "--batch_sizes", "2"]) == 0
+    assert main([*FLAGS, "--batch_sizes", "2"]) == 0
     assert "sampled" in capsys.readouterr().out
-    assert main([*flags, "--batch_sizes", "1", "--whole_steps"]) == 0
+
+
+def test_whole_steps_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FLAGS, "--batch_sizes", "1", "--whole_steps"]) == 0
     greedy = next(line for line in capsys.readouterr().out.splitlines() if "greedy" in line)
     assert [float(each) for each in greedy.replace("│", " ").split()[3:]] == [1, 0, 0, 0]
 

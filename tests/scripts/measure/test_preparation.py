@@ -8,9 +8,10 @@ from rich.console import Console
 
 from scripts.measure import preparation
 from scripts.measure.preparation import MeasureArguments, measure, start, table_of
+from tests.pairs import with_slow
 
 
-@pytest.mark.parametrize("kind", ["tokens", "text", "messages"])
+@pytest.mark.parametrize("kind", with_slow(["messages"], ["tokens", "text"]))
 def test_a_corpus_is_made_and_prepared_twice(
     kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,6 +56,7 @@ def test_planted_drafts_of_many_sizes(model: Any, noted: list[int]) -> None:
     assert proved == {2, 4, 6, 17}
 
 
+@pytest.mark.slow
 def test_a_text_is_attended_to_as_it_grows(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a script for each number of slots, which doubles, and not to all that there are."""
     monkeypatch.setattr(scripted, "_FEWEST_SEEN", 16)

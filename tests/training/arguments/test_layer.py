@@ -71,6 +71,7 @@ def test_heads_and_widths_without_such_a_layer_are_refused() -> None:
         shaped(EAGLE3, 7)
 
 
+@pytest.mark.slow
 def test_training_makes_heads_better(
     target: TargetModel, make_rows: Callable[..., Dataset], tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ KEPT = 9 * 20 - 6 + 6 * 20 + 3 * 20 + 2 * 29
 
 
 # What these read of the target, others read as well.
-ALIKE = ("own matrices", "hydra", "corrected", "prefix")
+ALIKE = ("own matrices", "hydra", "corrected", "prefix", "block")
 
 
 @pytest.mark.parametrize(
@@ -132,6 +132,7 @@ def runs_parts(data: Any) -> tuple[Any, ...]:
     return data.held_out, data.known_rows, data.facts, data.held_out_facts, []
 
 
+@pytest.mark.slow
 def test_workers_read_ahead(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = runs("off")
     assert same(plain, runs("auto", further={"dataloader_num_workers": 2}))

@@ -134,7 +134,6 @@ def test_a_run_that_overwrites_leaves_nothing_of_another_kind(
     "config",
     [
         {"vocab_matrix": "own"},
-        # Another shape of their layer learns in every run, among the tests of arguments.
         pytest.param({"kind": "eagle3", "vocab_matrix": "own"}, marks=pytest.mark.slow),
     ],
     ids=["medusa", "eagle3"],

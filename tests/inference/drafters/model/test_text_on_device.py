@@ -152,6 +152,7 @@ def test_the_host_waits_for_nothing(model: Any, monkeypatch: pytest.MonkeyPatch)
     assert counts[1] - counts[0] == dict.fromkeys(kinds, forwards[1] - forwards[0])
 
 
+@pytest.mark.slow
 def test_it_is_a_part_of_the_graph(tiny_llama: TinyLlama) -> None:
     model = tiny_llama(num_layers=1).to(DEVICE)
     assert graphs_of(drafted_by(model, nearly(model), "chain:2"), 2, 20, **SAMPLING) == (True, 1, 0)

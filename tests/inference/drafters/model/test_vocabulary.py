@@ -96,7 +96,7 @@ def inputs(tokenizer: Any, batch: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "tree",
     [
-        *("chain:3", "dynamic:9", "sampled:3x2x1", "auto"),
+        *("chain:3", pytest.param("dynamic:9", marks=pytest.mark.slow), "sampled:3x2x1", "auto"),
         pytest.param("sampled:3", marks=pytest.mark.slow),
     ],
 )

@@ -17,6 +17,7 @@ from medusa_heads.inference.models.training_free import TrainingFreeModel
 from scripts.prove.seeing.models import build, prompts
 from scripts.prove.seeing.texts import WAYS, as_of_text, blind, both, planted
 from tests.inference.conftest import INPUTS
+from tests.pairs import with_slow
 
 NEW = 24
 MOVING = "qwen3_vl"
@@ -33,7 +34,7 @@ def moving() -> TargetModel:
 NEWER = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.24"), reason="this transformers is older"
 )
-KINDS: list[Any] = ["gemma3", "llava", "qwen2_vl", MOVING]
+KINDS: list[Any] = with_slow(["gemma3", "llava", MOVING], ["qwen2_vl"])
 KINDS += [pytest.param(kind, marks=NEWER) for kind in ("paligemma", "qwen3_5")]
 
 
