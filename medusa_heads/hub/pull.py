@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from medusa_heads.checkpoint.adapter import read_adapter
 from medusa_heads.checkpoint.files import (
     ADAPTER_FOLDER,
     CARD_FILE,
@@ -18,7 +19,7 @@ from medusa_heads.checkpoint.files import (
     staged,
     write_custom_generate,
 )
-from medusa_heads.checkpoint.stored_heads import read_sidecar
+from medusa_heads.checkpoint.stored_heads import read_sidecar, read_stored
 from medusa_heads.contents import SIDECAR_FILE, is_heads, refuse_model
 from medusa_heads.files import check_folder, expanded, refuse_link, remove_leftovers
 from medusa_heads.hub.folder import own_files
@@ -74,7 +75,7 @@ def pull(
     default one of its name, whole or not at all. A checkpoint that stands there is replaced where
     `overwrite` says so; its other files stay. `custom_generate/`, which transformers would run, is
     not downloaded but written anew. Raises ValueError: no such repository, none that holds heads,
-    the hub cannot be asked, or `out` is in use."""
+    or damaged ones, the hub cannot be asked, or `out` is in use."""
     name = check_repo_id(split_revision(repo_id)[0])
     revision = wanted_revision(repo_id, revision)
     folder = expanded(out if out is not None else name.split("/")[1])
@@ -88,7 +89,10 @@ def pull(
             raise ValueError(f"{str(folder)!r} is in use: {hint}pull into another folder")
     check_folder(place)
     _ask_for(name, revision, token)
-    copy_checkpoint(_download(name, revision, KEPT_FILES, token), folder)
+    found = _download(name, revision, KEPT_FILES, token)
+    if read_stored(found).adapter is not None:  # damaged heads take nobody's place
+        read_adapter(found / ADAPTER_FOLDER)
+    copy_checkpoint(found, folder)
     return folder
 
 
