@@ -30,7 +30,7 @@ from medusa_heads.errors import warn
 from medusa_heads.files import expanded, read_json
 from medusa_heads.hub.card import is_generated, make_card
 from medusa_heads.hub.folder import own_file, own_files
-from medusa_heads.hub.names import check_repo_id
+from medusa_heads.hub.names import check_repo_id, wanted_revision
 from medusa_heads.hub.published import published, published_target
 from medusa_heads.hub.talking import LOG_IN, check_token, in_one_sentence
 from medusa_heads.masking import shows_secret
@@ -224,8 +224,9 @@ def push(
     if token is False or (not token and get_token() is None):
         raise ValueError(f"a hub lets nobody push without a token: {LOG_IN}")
     api = HfApi(token=token)
+    revision = wanted_revision(repo_id, revision)
     with in_one_sentence(repo_id, revision, token):
-        info = _repository(api, repo_id, private, revision, create_pr)
+        info, has_branch = _repository(api, repo_id, private, revision, create_pr)
     if private and info.private is False:
         raise ValueError(
             f"{repo_id!r} exists and is public: make it private in its settings, or leave out "
@@ -251,6 +252,8 @@ def push(
     ]
     operations += [CommitOperationDelete(name) for name in stale]
     with in_one_sentence(repo_id, revision, token):
+        if not has_branch:
+            api.create_branch(repo_id, branch=str(revision), revision=info.sha, exist_ok=True)
         done = api.create_commit(
             repo_id,
             operations,
@@ -264,19 +267,20 @@ def push(
 
 def _repository(
     api: HfApi, repo_id: str, private: bool, revision: str | None, create_pr: bool
-) -> ModelInfo:
-    """The repository at the revision; both are made where there is none, but not for a proposal."""
+) -> tuple[ModelInfo, bool]:
+    """The repository at the revision, or at main where a branch of that name is to begin there, and
+    whether there is such a branch. A repository is made where there is none, but not for a
+    proposal."""
     from huggingface_hub.errors import RevisionNotFoundError
 
     if not create_pr:
         api.create_repo(repo_id, private=private or None, exist_ok=True)
     try:
-        return api.model_info(repo_id, revision=revision)
+        return api.model_info(repo_id, revision=revision), True
     except RevisionNotFoundError:
         if create_pr or revision is None:
             raise
-        api.create_branch(repo_id, branch=revision, exist_ok=True)
-        return api.model_info(repo_id, revision=revision)
+        return api.model_info(repo_id), False
 
 
 def _check_holds_heads(repo_id: str, files: set[str]) -> None:

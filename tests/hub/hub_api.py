@@ -157,7 +157,10 @@ class Handler(BaseHTTPRequestHandler):
         found = self._repository(repo, write=True)
         if name in found.refs:
             raise Refusal(409, "Reference already exists")
-        found.refs[name] = found.refs[json.loads(body or b"{}").get("startingPoint", "main")]
+        begins = found.find(json.loads(body or b"{}").get("startingPoint", "main"))
+        if begins is None:
+            raise Refusal(404, "Invalid rev id", "RevisionNotFound")
+        found.refs[name] = begins
         return 200, {}
 
     def preupload(self, body: bytes, query: Any, repo: str, revision: str) -> tuple[int, Any]:

@@ -102,7 +102,10 @@ def test_private_branch_and_proposal(hub: LocalHub, checkpoint: Path) -> None:
 
     hub.repositories["alice/heads"].private = False
     with pytest.raises(ValueError, match="'alice/heads' exists and is public"):
-        push(prepared, private=True)
+        push(prepared, private=True, revision="v3")
+    assert "v3" not in repository.refs
+    with pytest.raises(ValueError, match="expected a branch, tag or commit, got ''"):
+        push(prepared, revision="")
     # Bob may propose, but not write.
     assert "discussions/2" in push(prepared, create_pr=True, token=BOB)
     assert repository.refs["main"] == first
