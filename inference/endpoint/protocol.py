@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Any
 
 from medusa_heads.data.chat import ask_ids
+from medusa_heads.data.encoding import prompt_ids
 from medusa_heads.inference.endpoint.conversation import Calls, answers_of, told_of, tools_told
 from medusa_heads.inference.endpoint.logprobs import MOST
 from medusa_heads.inference.endpoint.text import Text
@@ -165,7 +166,7 @@ class Reader:
 
     def _prompt(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
-            prompt = self._tokenizer(encodable(prompt, "prompt"))["input_ids"]
+            prompt = prompt_ids(self._tokenizer, encodable(prompt, "prompt"))
         if not prompt:
             raise ValueError("the prompt is empty")
         return list(map(int, prompt))

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from medusa_heads.config import IGNORED
 from medusa_heads.data.bad_rows import BadRow
 from medusa_heads.data.chat import ChatTemplate
-from medusa_heads.data.encoding import starts_twice
+from medusa_heads.data.encoding import to_continue
 from medusa_heads.data.formats import QUESTIONS, recognise
 from medusa_heads.data.messages import SYSTEM_COLUMN, behind_system, messages_of, tools_of
 from medusa_heads.errors import warn
@@ -189,7 +189,7 @@ class Dialogues:
                 texts = [text or "" for text in asked]
                 encoded = self.tokenizer(texts, verbose=False)["input_ids"] if texts else []
                 for row, text, ids in zip(mine, texts, encoded, strict=True):
-                    yield Dialogue(row, ids[starts_twice(self.tokenizer, text, ids) :])
+                    yield Dialogue(row, to_continue(self.tokenizer, text, ids) if text else [])
             else:
                 for row, said in zip(mine, asked, strict=True):
                     beside = [

@@ -11,6 +11,7 @@ import torch
 
 from medusa_heads.cache_names import cache_of
 from medusa_heads.data.chat import ask_ids
+from medusa_heads.data.encoding import prompt_ids
 from medusa_heads.data.pieces import as_written
 from medusa_heads.data.prompts import stop_ids
 from medusa_heads.files import expanded, replace_file
@@ -96,13 +97,12 @@ class Conversation:
     def _render(self, messages: list[dict[str, str]], text: str) -> list[int]:
         """Token ids of the whole conversation, ready to be answered."""
         if not self.has_template:
-            first = not self._text_ids
-            if first:
+            if not self._text_ids:
                 text = "\n".join([*([self._system] if self._system else []), text])
-            elif not self._tokenizer.decode(self._text_ids[-1:]).endswith("\n"):
+                return prompt_ids(self._tokenizer, text)
+            if not self._tokenizer.decode(self._text_ids[-1:]).endswith("\n"):
                 text = "\n" + text
-            new = self._tokenizer(text, add_special_tokens=first)["input_ids"]
-            return [*self._text_ids, *new]
+            return [*self._text_ids, *self._tokenizer(text, add_special_tokens=False)["input_ids"]]
         return ask_ids(self._tokenizer, messages, self._arguments)
 
     def _room(self, prompt_tokens: int, max_new_tokens: int) -> int:

@@ -110,16 +110,20 @@ def begins(short: Stretches, whole: Stretches) -> Any:
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a text that is to be continued, with what the tokenizer puts before it, unless
-    it stands there already."""
-    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
-    return ids[starts_twice(tokenizer, text, ids) :]
+    it stands there already, and nothing that it puts behind."""
+    return to_continue(tokenizer, text, tokenizer(text, verbose=False)["input_ids"])
 
 
-def starts_twice(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]) -> bool:
-    """Whether a tokenizer has put its token for the start before a text that begins with one, as a
-    chat template may have written it."""
-    start = tokenizer.bos_token_id
-    return start is not None and [*ids[:2]] == [start] * 2 and text.startswith(tokenizer.bos_token)
+def to_continue(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]) -> list[int]:
+    """The same of the tokenizer's own ids: without its token for the start where the text begins
+    with one, as a chat template may have written it, and without its token for the end where the
+    text does not end with one."""
+    start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    doubled = start is not None and [*ids[:2]] == [start] * 2
+    doubled = doubled and text.startswith(tokenizer.bos_token)
+    ended = end is not None and len(ids) > 1 and ids[-1] == end
+    ended = ended and not text.endswith(tokenizer.eos_token)
+    return [*ids[doubled : len(ids) - ended]]
 
 
 class Chosen(Exception):

@@ -21,9 +21,10 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from medusa_heads.data import encoding
+from medusa_heads.data.corpus import draw_windows
 from medusa_heads.data.encoding import Encoder, Ragged, begins, prompt_ids
 from medusa_heads.inference.bench.prompts import Question, encode_questions
-from medusa_heads.inference.regeneration.dialogues import read_dialogues
+from medusa_heads.inference.regeneration.dialogues import Unanswerable, read_dialogues
 from tests.training import templates
 
 ODD = [
@@ -180,3 +181,24 @@ def test_a_prompt_that_starts_already_gets_no_second_start() -> None:
     asked = read_dialogues(Dataset.from_dict({"prompt": ["x = 1", "<s>x = 1"]}), starting)
     assert [list(each.ask(0)[0])[1:] for each in asked] == [alone, alone]
     assert prompt_ids(templates.chat_tokenizer(), "x = 1") == alone
+
+
+def test_a_prompt_is_no_ended_text() -> None:
+    ending = templates.starting_tokenizer("<|endoftext|>")
+    alone = ending("x = 1", add_special_tokens=False)["input_ids"]
+    start, end = ending.bos_token_id, ending.eos_token_id
+    assert ending("x = 1")["input_ids"] == [start, *alone, end]
+    assert prompt_ids(ending, "x = 1") == [start, *alone]
+    ending.chat_template = None
+    asked = read_dialogues(Dataset.from_dict({"prompt": ["x = 1"]}), ending)
+    assert [list(each.ask(0)[0]) for each in asked] == [[start, *alone]]
+    (window,) = draw_windows(["x = 1"], ending, num_prompts=1, prompt_length=1 + len(alone), seed=0)
+    assert window[1] == [start, *alone]
+
+
+def test_an_empty_prompt_is_none_whatever_the_tokenizer_puts_before_it() -> None:
+    starting = templates.starting_tokenizer()
+    starting.chat_template = None
+    (empty,) = read_dialogues(Dataset.from_dict({"prompt": [""]}), starting)
+    with pytest.raises(Unanswerable, match="the prompt has no tokens"):
+        empty.ask(0)
