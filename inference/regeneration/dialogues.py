@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +16,7 @@ from medusa_heads.config import IGNORED
 from medusa_heads.data.bad_rows import BadRow
 from medusa_heads.data.chat import ChatTemplate
 from medusa_heads.data.encoding import to_continue
-from medusa_heads.data.formats import QUESTIONS, recognise
+from medusa_heads.data.formats import QUESTIONS, is_plain, recognise
 from medusa_heads.data.messages import SYSTEM_COLUMN, behind_system, messages_of, tools_of
 from medusa_heads.errors import warn
 from medusa_heads.inference.regeneration.answers import (
@@ -166,12 +167,14 @@ class Dialogues:
             self._chat = ChatTemplate(self.tokenizer, arguments=self.template_options)
             self._own = OwnWords(self.tokenizer)
 
-    @property
+    @cached_property
     def talks(self) -> bool:
-        """Whether it asks in conversations, which a chat template renders."""
-        kind = getattr(self.corpus.features[self.column], "dtype", None)
-        of_texts = kind in ("string", "large_string", "null")
-        return self.column in _TALKS or (self.column == "prompt" and not of_texts)
+        """Whether it asks in conversations, which a chat template renders. What stands in `prompt`
+        is all as the first one is."""
+        if self.column != "prompt":
+            return self.column in _TALKS
+        asked = (row["prompt"] for row in self.corpus.select_columns("prompt"))
+        return not is_plain(next((one for one in asked if one is not None), ""))
 
     def __len__(self) -> int:
         return len(range(self.shard[0], len(self.corpus), self.shard[1]))
@@ -185,7 +188,7 @@ class Dialogues:
             asked = [table[self.column][row - start] for row in mine]
             if self.column == "input_ids":
                 yield from (Dialogue(row, ids or []) for row, ids in zip(mine, asked, strict=True))
-            elif self.column == "prompt" and all(isinstance(text, str | None) for text in asked):
+            elif not self.talks:
                 texts = [text or "" for text in asked]
                 encoded = self.tokenizer(texts, verbose=False)["input_ids"] if texts else []
                 for row, text, ids in zip(mine, texts, encoded, strict=True):

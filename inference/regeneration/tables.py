@@ -29,10 +29,13 @@ def read_table(
     if PLACE_COLUMN in rows.column_names:  # each row of such files was looked at
         return rows.remove_columns(PLACE_COLUMN)
     read = {*corpus.format.columns, "tools", SYSTEM_COLUMN} & {*rows.column_names}
-    broken = set()
+    broken, kind = set(), None
     for number, row in enumerate(rows.select_columns(sorted(read))):
         try:
-            corpus.format.read(row)
+            found = type(corpus.format.read(row))
+            kind = kind or found
+            if found is not kind:
+                raise BadRow("it is of another kind than the rows before it")
         except BadRow as problem:
             broken.add(number)
             corpus.bad_rows.add(corpus.place(number), str(problem))

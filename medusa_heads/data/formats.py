@@ -98,7 +98,7 @@ class Format:
             return Tokens(ids, labels, row.get(DOCUMENT_COLUMN))
         if self.name == "question tokens":
             return QuestionTokens(_token_ids(row[first], first))
-        if self.name == "question" and _is_text(row[first]):
+        if self.name == "question" and is_plain(row[first]):
             return Question(row[first])
         if self.name == "text":
             return Document(_text(row[first], first))
@@ -110,7 +110,7 @@ class Format:
             unlearnt = row.get(CONTEXT_COLUMN) or 0
             return Conversation(messages, unlearnt, tools_of(row.get("tools"), filled=filled))
         strings = [isinstance(row[column], str) for column in self.columns]
-        texts = [_is_text(row[column]) for column in self.columns]
+        texts = [is_plain(row[column]) for column in self.columns]
         if all(strings) and any(texts):
             return Completion(row["prompt"], _text(row["completion"], "completion"))
         if any(texts):
@@ -182,8 +182,8 @@ def plain_columns(content: Content) -> dict[str, Any]:
     return columns
 
 
-def _is_text(value: Any) -> bool:
-    """Whether it is a text, and not one that holds messages in JSON."""
+def is_plain(value: Any) -> bool:
+    """Whether a prompt is a text, and not one that holds messages in JSON."""
     if not isinstance(value, str):
         return False
     try:

@@ -122,3 +122,16 @@ def test_an_image_is_not_asked_about() -> None:
     (dialogue,) = read_dialogues(table, make_tokenizer())
     with pytest.raises(Unanswerable, match="holds a part of type 'image_url'"):
         dialogue.ask(0)
+
+
+def test_conversations_in_json_are_asked_as_such(tmp_path: Path) -> None:
+    talk = json.dumps([{"role": "user", "content": "Hi"}])
+    table, mixed = tmp_path / "asked.parquet", tmp_path / "mixed.parquet"
+    Dataset.from_dict({"prompt": [talk, talk]}).to_parquet(str(table))
+    dialogues = read_dialogues(read_table(str(table)), make_tokenizer())
+    assert dialogues.talks
+    asked = [make_tokenizer().decode([*each.ask(0)[0]]) for each in dialogues]
+    assert asked == ["u:Hia:"] * 2
+    Dataset.from_dict({"prompt": [talk, "Hi", talk]}).to_parquet(str(mixed))
+    with pytest.raises(ValueError, match=r"1 broken row .*row 2: it is of another kind"):
+        read_table(str(mixed))
