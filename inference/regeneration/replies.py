@@ -9,12 +9,16 @@ from typing import Any
 from medusa_heads.inference.regeneration.prompts import Prompt
 
 SHOWN = 200  # characters of a server's own words
+BROKEN_CHARACTER = "\ufffd"  # what stands in a text for bytes that are no character
 
 
 def spelling(tokenizer: Any, prompt: Prompt, text: str) -> list[int] | None:
-    """The tokens of an answer, None where they would not spell it. Tokenised behind the prompt,
-    where tokenizers put no space of their own before the first word; alone only where prompt and
-    answer would melt into one token."""
+    """The tokens of an answer, None where they would not spell it, as those of a broken character:
+    the target wrote others, and the text does not say which. Tokenised behind the prompt, where
+    tokenizers put no space of their own before the first word; alone only where prompt and answer
+    would melt into one token."""
+    if BROKEN_CHARACTER in text:
+        return None
     decode = partial(
         tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
     )

@@ -29,7 +29,12 @@ from medusa_heads.inference.regeneration.answers import (
 from medusa_heads.inference.regeneration.arguments import LONGEST_TIMEOUT
 from medusa_heads.inference.regeneration.connections import Servers
 from medusa_heads.inference.regeneration.prompts import Prompt
-from medusa_heads.inference.regeneration.replies import SHOWN, complaint, spelling
+from medusa_heads.inference.regeneration.replies import (
+    BROKEN_CHARACTER,
+    SHOWN,
+    complaint,
+    spelling,
+)
 from medusa_heads.inference.regeneration.side_by_side import side_by_side
 
 Endpoint = Literal["auto", "completions", "chat"]
@@ -226,7 +231,9 @@ class ServerBackend(Backend):
         if not text and not tokens:
             return Answer(failure=answers.EMPTY)
         if not tokens:
-            tokens = spelling(self.tokenizer, prompt, text)
+            # Where the last token holds half of a character, text says no more than that.
+            whole = text if ended else text.rstrip(BROKEN_CHARACTER)
+            tokens = spelling(self.tokenizer, prompt, whole)
             if tokens is None:
                 return Answer(failure=answers.BROKEN_TEXT, detail=text[:SHOWN])
             # The target stops at an end: one within its text is spelt by other tokens.

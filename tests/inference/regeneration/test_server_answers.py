@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from transformers import AutoTokenizer
 
 from medusa_heads.inference.regeneration.answers import (
     BROKEN_TEXT,
@@ -16,9 +17,11 @@ from medusa_heads.inference.regeneration.answers import (
     Sampling,
 )
 from medusa_heads.inference.regeneration.dialogues import read_dialogues
+from medusa_heads.inference.regeneration.prompts import Prompt
 from medusa_heads.inference.regeneration.regenerate import answer_dialogues
 from medusa_heads.inference.regeneration.server_backend import ServerBackend
 from tests.inference.speaking import make_tokenizer
+from tests.training.templates import DEMO_TARGET
 
 TOKENIZER = make_tokenizer()
 END: Any = TOKENIZER.eos_token_id
@@ -75,6 +78,22 @@ def test_an_end_that_is_spelt_within_a_text_is_no_text_of_the_target(
 ) -> None:
     answer = read({"finish_reason": "stop", "text": "a<end>b"}, tmp_path, monkeypatch)
     assert (answer.failure, answer.detail) == (BROKEN_TEXT, "a<end>b")
+
+
+def test_a_broken_character_is_not_what_the_target_wrote() -> None:
+    demo: Any = AutoTokenizer.from_pretrained(DEMO_TARGET)
+    backend = ServerBackend("http://host/v1", "demo", demo, ends=[0], endpoint="completions")
+    prompt = Prompt(demo("x = ")["input_ids"], greedy=True)
+    written = demo("\u65e5\u672c")["input_ids"]
+    text = demo.decode(written[:-1])
+    assert text == "\u65e5\ufffd"
+    for reason, said in (("length", text), ("stop", text), ("length", text + "x")):
+        choice = {"text": said, "finish_reason": reason}
+        answer = backend._read(prompt, {"choices": [choice]}, Sampling(9))
+        if (reason, said) == ("length", text):  # it was cut there
+            assert list(answer.tokens) == written[: len(answer.tokens)] and answer.tokens
+        else:
+            assert (answer.failure, answer.detail) == (BROKEN_TEXT, said)
 
 
 @pytest.mark.parametrize("sent", [{"text": "abcde"}, {"text": "x", "token_ids": ids("abcde")}])
