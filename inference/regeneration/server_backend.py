@@ -16,6 +16,7 @@ from functools import partial
 from threading import Lock
 from typing import Any, Literal
 
+from medusa_heads.data.messages import with_arguments
 from medusa_heads.inference.regeneration import answers
 from medusa_heads.inference.regeneration.answers import (
     Answer,
@@ -170,7 +171,8 @@ class ServerBackend(Backend):
                 "endpoint completions"
             )
         else:
-            request["messages"] = [dict(said) for said in prompt.talk.messages]
+            said = (with_arguments(each, as_text=True) for each in prompt.talk.messages)
+            request["messages"] = list(said)
             # By the names that vLLM and SGLang give them; without them, the server would render
             # another prompt than the one that the answer is stored behind.
             if prompt.talk.tools:

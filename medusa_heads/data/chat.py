@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from medusa_heads.data.bad_rows import BadRow
 from medusa_heads.data.encoding import Ragged, begins
 from medusa_heads.data.formats import Conversation
-from medusa_heads.data.messages import parted
+from medusa_heads.data.messages import parted, with_arguments
 from medusa_heads.data.turns import LearntRows, end_of_turns, replaced, rows_of_turns
 from medusa_heads.files import half_character
 
@@ -31,6 +32,9 @@ _TEMPLATE_FAULTS = (
 )  # fmt: skip
 
 _PROBE = {"role": "user", "content": "medusa"}
+_ARGUMENTS = {"x": "y"}
+_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": _ARGUMENTS}}
+_CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 
 
 class Rendered(NamedTuple):
@@ -63,16 +67,29 @@ class ChatTemplate:
         self._special = {token for token, entry in added.items() if entry.special}
         self._special |= set(self.tokenizer.all_special_ids)
         self._blank: dict[int, bool] = {}
-        self._takes_parts = False
         # Templates of models that also see images may take texts for lists, and write nothing.
         self._takes_parts = self._writes(parted(_PROBE)) and not self._writes(_PROBE)
 
     def _writes(self, message: Mapping[str, Any]) -> bool:
         """Whether the text of a message is in what the template makes of it."""
+        return _PROBE["content"] in (self._made_of(message) or "")
+
+    def _made_of(self, *messages: Mapping[str, Any]) -> str | None:
+        """What the template makes of messages as they are, if it takes them."""
         try:
-            return bool(_PROBE["content"] in str(self._written([message], None, ask=True)))
+            return str(self._apply([*messages], None, ask=True))
         except (TemplateError, *_TEMPLATE_FAULTS):
-            return False
+            return None
+
+    @cached_property
+    def _calls_in_text(self) -> bool:
+        """Whether the template takes arguments of calls as texts in JSON alone: it refuses objects,
+        or writes them as Python does."""
+        asked = parted(_PROBE) if self._takes_parts else _PROBE
+        made = self._made_of(asked, _CALLING)
+        if made is not None:
+            return str(_ARGUMENTS) in made
+        return self._made_of(asked, with_arguments(_CALLING, as_text=True)) is not None
 
     def render(self, messages: Sequence[Any], tools: list[Any] | None, *, ask: bool) -> str:
         """Messages as text, with the beginning of an answer where one is asked for; a BadRow where
@@ -87,11 +104,19 @@ class ChatTemplate:
 
     def _written(self, messages: list[Any], tools: list[Any] | None, ask: bool) -> Any:
         """A conversation as text, or each of a list of them."""
-        if self._takes_parts:
-            messages = [
-                [*map(parted, each)] if isinstance(each, list) else parted(each)
-                for each in messages
-            ]
+        told = [
+            [*map(self._told, each)] if isinstance(each, list) else self._told(each)
+            for each in messages
+        ]
+        return self._apply(told, tools, ask)
+
+    def _told(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A message in the form that the template takes."""
+        if message.get("tool_calls"):
+            message = with_arguments(message, as_text=self._calls_in_text)
+        return parted(message) if self._takes_parts else message
+
+    def _apply(self, messages: list[Any], tools: list[Any] | None, ask: bool) -> Any:
         return self.tokenizer.apply_chat_template(
             messages,
             tools=tools,

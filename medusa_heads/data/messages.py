@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 from medusa_heads.data.bad_rows import BadRow
@@ -57,6 +59,30 @@ def parted(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     return {**message, "content": parts}
+
+
+def with_arguments(message: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
+    """A message with the arguments of its calls as objects, or as texts in JSON: corpora hold
+    either, and a chat template writes one of them as its model does. What is neither stays."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return dict(message)
+    return {**message, "tool_calls": [_call(call, as_text) for call in calls]}
+
+
+def _call(call: Any, as_text: bool) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _call(call["function"], as_text)}
+    given = call.get("arguments")
+    if as_text and isinstance(given, Mapping):
+        return {**call, "arguments": json.dumps(given, ensure_ascii=False)}
+    if not as_text and isinstance(given, str):
+        with suppress(ValueError):
+            if isinstance(read := parse_json(given), dict):
+                return {**call, "arguments": read}
+    return call
 
 
 def tools_of(value: Any, *, filled: bool = True) -> list[Any] | None:

@@ -55,6 +55,17 @@ def test_tools_and_template_variables_are_sent(
     assert named == ["look"]
 
 
+def test_arguments_of_calls_are_sent_as_texts(server: CompletionServer, tmp_path: Path) -> None:
+    """As OpenAI's protocol has them, whatever the corpus has."""
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}
+    talk = [*TALK, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    rows = Dataset.from_dict({"messages": [[*talk, {"role": "tool", "content": "y"}]]})
+    dialogues = read_dialogues(rows, make_tokenizer(TOLD), turns="last")
+    answer_dialogues(asked(server), dialogues, Sampling(8), cache_dir=tmp_path, progress=False)
+    (sent,) = server.requests[-1]["messages"][1]["tool_calls"]
+    assert sent["function"] == {"name": "look", "arguments": '{"at": "x"}'}
+
+
 def test_an_answer_whose_tool_calls_the_server_cuts_out_is_none(
     server: CompletionServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
