@@ -10,7 +10,8 @@ from datasets import Dataset
 from medusa_heads.data.bad_rows import BadRow
 from medusa_heads.data.formats import QUESTIONS
 from medusa_heads.data.messages import SYSTEM_COLUMN
-from medusa_heads.data.sources import PLACE_COLUMN, load_corpus
+from medusa_heads.data.plain_rows import PLACE_COLUMN
+from medusa_heads.data.sources import load_corpus
 
 
 def read_table(

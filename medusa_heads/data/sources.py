@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import datasets
-from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets
+from datasets import Dataset, Features, IterableDataset, Value, concatenate_datasets
 from datasets.exceptions import DatasetGenerationError, DatasetsError
 
-from medusa_heads.data.bad_rows import BadRow, BadRows
-from medusa_heads.data.data_files import Refuse, read_rows
+from medusa_heads.data.bad_rows import BadRows
 from medusa_heads.data.finding import find_names, find_rows
 from medusa_heads.data.formats import (
     CONTEXT_COLUMN,
     DOCUMENT_COLUMN,
     FORMATS,
     Format,
-    plain_columns,
     recognise,
 )
 from medusa_heads.data.messages import SYSTEM_COLUMN
-from medusa_heads.files import check_folder, code_sha256, half_character
+from medusa_heads.data.plain_rows import (
+    PLACE_COLUMN,
+    PROBLEM_COLUMN,
+    first_columns,
+    first_format,
+    plain_rows,
+    plain_rows_of,
+    told_rows,
+)
+from medusa_heads.files import check_folder, code_sha256
 
-PLACE_COLUMN = "_place"
-"""Where a row stands, `file:line`, for messages about it."""
-
-_PROBLEM_COLUMN = "_problem"
+_BESIDE = ("tools", SYSTEM_COLUMN, DOCUMENT_COLUMN, CONTEXT_COLUMN, PLACE_COLUMN)
+"""Columns that are read too, where they are there."""
 _ROWS_OF_A_BATCH = 20_000  # of a file: each batch takes kilobytes of every process that reads it
 
 
@@ -90,13 +95,18 @@ def load_corpus(
         if streaming and parts[-1].counted:
             parts[-1].rows = parts[-1].rows.to_iterable_dataset()
     bad_rows.settle()
+    _check_alike(parts, "found_as")
+    return parts[0] if len(parts) == 1 else _join(parts, bad_rows, known)
+
+
+def _check_alike(parts: Sequence[Corpus], which: str) -> None:
     for corpus in parts:
-        if corpus.format != parts[0].format or corpus.found_as != parts[0].found_as:
+        if getattr(corpus, which) != getattr(parts[0], which):
             raise ValueError(
-                f"expected corpora of one format, but {parts[0].name!r} has {parts[0].found_as} "
-                f"and {corpus.name!r} has {corpus.found_as}: bring them into one"
+                f"expected corpora of one format, but {parts[0].name!r} has "
+                f"{getattr(parts[0], which)} and {corpus.name!r} has {getattr(corpus, which)}: "
+                "bring them into one"
             )
-    return parts[0] if len(parts) == 1 else _join(parts)
 
 
 def as_corpus(
@@ -134,9 +144,13 @@ def _from_files(
     streaming: bool,
     known: Sequence[Format],
 ) -> Corpus:
-    found, features = _first_format(files, text_column, known)
+    found, features = first_format(files, text_column, known)
+    tables = []
     if not streaming and all(file.suffix == ".parquet" for file in files):
         tables = [_parquet_table(file) for file in files]
+    if len(tables) > 1:
+        tables = [_of_columns(table, (*found.columns, *_BESIDE)) for table in tables]
+    if tables and _are_alike(tables):
         corpus = as_corpus(
             concatenate_datasets(tables),
             name,
@@ -151,7 +165,7 @@ def _from_files(
     reading: dict[str, Any] = {"files": tuple(files), "found": found, "columns": tuple(features)}
     if streaming:
         reading["refuse"] = bad_rows.add
-        rows = IterableDataset.from_generator(_plain_rows, features=features, gen_kwargs=reading)
+        rows = IterableDataset.from_generator(plain_rows, features=features, gen_kwargs=reading)
     else:
         rows = _read_once(reading, features, bad_rows)
         if not len(rows):
@@ -164,91 +178,40 @@ def _read_once(reading: dict[str, Any], features: Features, bad_rows: BadRows) -
     """The rows of files as they were read before, in the cache of `datasets`, or are read now by
     the first process that asks; those that cannot be used go to `bad_rows`. ValueError where the
     cache cannot be written."""
-    check_folder(datasets.config.HF_DATASETS_CACHE)
     stats = [file.stat() for file in reading["files"]]
     versions = tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)
     files = tuple(file.absolute() for file in reading["files"])
-    hangs_on = {"versions": versions, "absolute": files, "code": code_sha256(Path(__file__).parent)}
+    return _made_once(plain_rows, reading, (versions, files), features, bad_rows)
+
+
+def _made_once(
+    make: Callable[..., Any],
+    reading: dict[str, Any],
+    hangs_on: object,
+    features: Features,
+    bad_rows: BadRows,
+) -> Dataset:
+    check_folder(datasets.config.HF_DATASETS_CACHE)
     shown = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()  # they would stand before the one sentence of what is refused
+    code = code_sha256(Path(__file__).parent)
     try:
         rows = Dataset.from_generator(
-            _told_rows,
-            features=Features({**features, _PROBLEM_COLUMN: Value("string")}),
-            gen_kwargs={"reading": reading, "hangs_on": hangs_on},
+            told_rows,
+            features=Features({**features, PROBLEM_COLUMN: Value("string")}),
+            gen_kwargs={"make": make, "reading": reading, "hangs_on": (hangs_on, code)},
         )
     except DatasetGenerationError as error:
         raise error.__cause__ or error from None
     finally:
         if shown:
             datasets.enable_progress_bars()
-    good = rows.data.column(_PROBLEM_COLUMN).null_count  # these come first
+    good = rows.data.column(PROBLEM_COLUMN).null_count  # these come first
     if good < len(rows):
         for row in rows.select(range(good, len(rows))):
-            bad_rows.add(row[PLACE_COLUMN], row[_PROBLEM_COLUMN])
+            bad_rows.add(row[PLACE_COLUMN], row[PROBLEM_COLUMN])
         rows = rows.select(range(good))
-    return rows.remove_columns(_PROBLEM_COLUMN)
-
-
-def _told_rows(reading: dict[str, Any], hangs_on: object) -> Iterator[dict[str, Any]]:
-    """`_plain_rows`, and then those that cannot be used, with the reason why."""
-    refused: list[tuple[str, str]] = []
-    for row in _plain_rows(**reading, refuse=lambda *told: refused.append(told)):
-        yield {**row, _PROBLEM_COLUMN: None}
-    for place, problem in refused:
-        nothing: dict[str, Any] = dict.fromkeys(reading["columns"])
-        yield {**nothing, PLACE_COLUMN: place, _PROBLEM_COLUMN: problem}
-
-
-def _first_format(
-    files: Sequence[Path], text_column: str | None, known: Sequence[Format]
-) -> tuple[Format, Features]:
-    """The format of the first row that can be used, and the columns of all rows that are read."""
-    broken = BadRows("skip")
-    problem = "give one with text in it"
-    for file in files:
-        for place, row in read_rows(file, broken.add):
-            found = recognise(list(row), text_column, known)
-            try:
-                columns = plain_columns(found.read(row, filled=file.suffix == ".parquet"))
-            except BadRow as error:
-                broken.add(place, str(error))
-                continue
-            kinds: dict[str, Any] = dict.fromkeys([*columns, PLACE_COLUMN], Value("string"))
-            for name in kinds.keys() & {"input_ids", "labels"}:
-                kinds[name] = List(Value("int32"))
-            if CONTEXT_COLUMN in kinds:
-                kinds[CONTEXT_COLUMN] = Value("int64")
-            return found, Features(kinds)
-    if broken.examples:
-        problem = broken.named
-    elif files:
-        problem += f", {str(files[0])!r} has none"
-    raise ValueError(f"the corpus is empty or has no row that can be used ({problem})")
-
-
-def _plain_rows(
-    files: Sequence[Path], found: Format, columns: Sequence[str], refuse: Refuse
-) -> Iterator[dict[str, Any]]:
-    """The rows of data files in one format, with their places. Of broken rows `refuse` is told."""
-    for file in files:
-        for place, row in read_rows(file, refuse):
-            try:
-                plain = plain_columns(found.read(row, filled=file.suffix == ".parquet"))
-                _check_encodable(plain)
-                if {*plain, PLACE_COLUMN} != set(columns):
-                    raise BadRow("it is of another kind than the rows before it")
-            except BadRow as problem:
-                refuse(place, str(problem))
-            else:
-                yield {**plain, PLACE_COLUMN: place}
-
-
-def _check_encodable(plain: dict[str, Any]) -> None:
-    """JSON can spell halves of characters outside the basic plane, of which no text consists."""
-    for column, value in plain.items():
-        if isinstance(value, str) and (place := half_character(value)) is not None:
-            raise BadRow(f"{column!r} holds half a character ({value[place]!r}, a surrogate)")
+    return rows.remove_columns(PROBLEM_COLUMN)
 
 
 def _parquet_table(file: Path) -> Dataset:
@@ -271,23 +234,61 @@ def _parquet_table(file: Path) -> Dataset:
     return table
 
 
-def _join(parts: Sequence[Corpus]) -> Corpus:
-    wanted = [*parts[0].format.columns, "tools", CONTEXT_COLUMN, PLACE_COLUMN]
-    if "conversations" in wanted:
-        wanted.append(SYSTEM_COLUMN)
-    tables = []
-    for number, part in enumerate(parts):
-        names = part.rows.column_names  # of a stream they may be unknown, and all are kept
-        known = None if names is None else [name for name in wanted if name in names]
-        table = part.rows if known is None else part.rows.select_columns(known)
-        if not part.is_stream and part.format.name == "tokens" and DOCUMENT_COLUMN in names:
-            # Two corpora may number their documents alike.
-            named = [None if d is None else f"{number} {d}" for d in part.rows[DOCUMENT_COLUMN]]
-            table = table.add_column(DOCUMENT_COLUMN, named)
-        tables.append(table)
+def _are_alike(tables: Sequence[Any]) -> bool:
+    """Whether tables have the same types in the columns that rows are read from."""
+    kinds: dict[str, Any] = {}
+    columns = (pair for table in tables for pair in table.features.items())
+    return all(kinds.setdefault(*pair) == pair[1] for pair in columns if pair[1] != Value("null"))
+
+
+def _plain(part: Corpus, bad_rows: BadRows, known: Sequence[Format]) -> Corpus:
+    """A table with columns as those of files that are read row by row."""
+    assert isinstance(part.rows, Dataset)
+    if PLACE_COLUMN in part.rows.column_names:
+        return part
+    table = _of_columns(part.rows, (*part.format.columns, *_BESIDE))
+    features = first_columns(table, part.format)
+    if features is None:
+        raise ValueError(f"the corpus is empty or has no row that can be used ({part.name})")
+    reading = {"table": table, "counted": tuple(part.counted), "found": part.format}
+    reading["columns"] = tuple(features)
+    rows = _made_once(plain_rows_of, reading, None, features, bad_rows)
+    return replace(part, rows=rows, format=recognise(rows.column_names, known=known))
+
+
+def _of_columns(rows: Any, wanted: Sequence[str]) -> Any:
+    return rows.select_columns([name for name in rows.column_names if name in wanted])
+
+
+def _join(parts: Sequence[Corpus], bad_rows: BadRows, known: Sequence[Format]) -> Corpus:
+    tables = [_to_join(*each) for each in enumerate(parts)]
+    one_format = all(part.format == parts[0].format for part in parts)
+    if not parts[0].is_stream and not (one_format and _are_alike(tables)):
+        parts = [_plain(part, bad_rows, known) for part in parts]
+        bad_rows.settle()
+        tables = [_to_join(*each) for each in enumerate(parts)]
+    _check_alike(parts, "format")
     return replace(
         parts[0],
         name=", ".join(part.name for part in parts),
         rows=concatenate_datasets(tables),
-        counted=[entry for part in parts for entry in part.counted],
+        counted=[entry for part in parts for entry in _counted(part)],
     )
+
+
+def _counted(part: Corpus) -> list[tuple[str, int]]:
+    rows = part.rows
+    return part.counted or ([(part.name, len(rows))] if isinstance(rows, Dataset) else [])
+
+
+def _to_join(number: int, part: Corpus) -> Any:
+    """The columns that are read of the part of this number."""
+    names = part.rows.column_names  # of a stream they may be unknown, and all are kept
+    if names is None:
+        return part.rows
+    table = _of_columns(part.rows, (*part.format.columns, *_BESIDE))
+    if not part.is_stream and part.format.name == "tokens" and DOCUMENT_COLUMN in names:
+        # Two corpora may number their documents alike.
+        named = [None if d is None else f"{number} {d}" for d in part.rows[DOCUMENT_COLUMN]]
+        table = table.remove_columns(DOCUMENT_COLUMN).add_column(DOCUMENT_COLUMN, named)
+    return table

@@ -25,7 +25,7 @@ from medusa_heads.data.formats import (
     Format,
     Tokens,
 )
-from medusa_heads.data.sources import PLACE_COLUMN
+from medusa_heads.data.plain_rows import PLACE_COLUMN
 from medusa_heads.data.turns import LearntRows, labelled, replaced
 from medusa_heads.training.data.columns import flat
 from medusa_heads.training.data.cut import blocks, cut

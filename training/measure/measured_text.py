@@ -11,7 +11,8 @@ from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from medusa_heads.config import IGNORED
-from medusa_heads.data.sources import PLACE_COLUMN, Corpus
+from medusa_heads.data.plain_rows import PLACE_COLUMN
+from medusa_heads.data.sources import Corpus
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.data.prepare import make_tokeniser
