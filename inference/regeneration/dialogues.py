@@ -141,7 +141,7 @@ class ChatDialogue(Dialogue):
         super().take(tokens)
         place = self._places[self._turn]
         try:
-            message = self._own.message(self._asked, tokens, self._tools)
+            message = self._own.message(self._asked, tokens, tools_of(self._tools))
         except ValueError as error:
             self._fault = Unanswerable(SPECIAL_INSIDE, str(error))
         else:

@@ -86,9 +86,9 @@ def _call(call: Any, as_text: bool) -> Any:
 
 
 def tools_of(value: Any, *, filled: bool = True) -> list[Any] | None:
-    """The tools of a row, None where it has none; a BadRow where they are no list. `filled` is that
-    of `messages_of`."""
-    return _list(value, "tools", filled) if value else None
+    """The tools of a row, None where it has none, which templates tell from an empty list; a BadRow
+    where they are no list. `filled` is that of `messages_of`."""
+    return (_list(value, "tools", filled) or None) if value else None
 
 
 def _list(value: Any, column: str, filled: bool) -> list[Any]:

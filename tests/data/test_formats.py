@@ -93,6 +93,8 @@ def test_messages_written_as_json_in_a_table(tmp_path: Path) -> None:
     halves = {"prompt": json.dumps(CHAT[:1]), "completion": json.dumps(CHAT[1:])}
     found = contents(as_corpus(Dataset.from_list([halves]), "x"))
     assert found == [Conversation(CHAT, context=1)]
+    told = contents(as_corpus(Dataset.from_list([{"messages": CHAT, "tools": "[]"}]), "x"))
+    assert told == [Conversation(CHAT, tools=None)]
     asked = recognise(["prompt"], known=QUESTIONS)
     assert asked.read(halves) == Conversation(CHAT[:1])
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
+from unittest import mock
 
 import pytest
 from datasets import Dataset
@@ -31,6 +33,7 @@ PARSER = {
         "content": {"open": "<|channel|>final<|message|>", "close": END},
     },
 }
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 THOUGHT = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>"
 TALK = [
     {"role": "user", "content": "hi"},
@@ -80,6 +83,17 @@ def test_the_tokenizers_own_parser_reads_an_answer_as_a_message() -> None:
     tokenizer, dialogue = channels(PARSER)
     say(tokenizer, dialogue, 0, f"{THOUGHT}Hello{END}")
     assert f"<|start|>assistant{THOUGHT}Hello<|end|>" in say(tokenizer, dialogue, 1, "so")
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
+def test_the_parser_is_told_the_tools_whose_arguments_it_reads(tools: Any) -> None:
+    tokenizer, _ = channels(PARSER)
+    rows = Dataset.from_dict({"messages": [TALK], "tools": [tools]})
+    (dialogue,) = read_dialogues(rows, tokenizer)
+    assert isinstance(dialogue, ChatDialogue)
+    with mock.patch.object(tokenizer, "parse_response", wraps=tokenizer.parse_response) as parse:
+        say(tokenizer, dialogue, 0, THOUGHT + "Yes" + END)
+    assert parse.call_args.kwargs["tools"] == TOOLS
 
 
 @pytest.mark.parametrize("parser", [{"fields": 7}, {"start_anchor": "a"}])
