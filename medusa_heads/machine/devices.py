@@ -172,8 +172,11 @@ def _own_workspaces() -> Iterator[None]:
     cuBLAS works in for each stream, of which there are 32, and a graph remembers where that lies.
     From torch 2.12 on it is let go of with any graph that was captured by such a stream, and it may
     be of the pool of a graph that is gone: others would write to what is by then somebody else's.
-    So each capture takes it anew, from its own pool, and keeps it there."""
-    clear: Any = torch._C._cuda_clearCublasWorkspaces
+    So each capture takes it anew, from its own pool, and keeps it there. Raises RuntimeError: this
+    torch gives no way to."""
+    clear: Any = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is None:
+        raise RuntimeError(f"torch {torch.__version__} does not let go of what cuBLAS works in")
     clear()
     try:
         yield

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ class NotingBackend:
         self._key = backend, mode
         self._inner: Any = backend
         if backend == "inductor":  # as torch.compile takes it
-            self._inner = torch._TorchCompileInductorWrapper(mode, None, False)
+            self._inner = _inductor(mode)
         elif isinstance(backend, str):
             self._inner = torch._dynamo.lookup_backend(backend)
         # By which messages name it, and torch knows its own backends.
@@ -129,6 +130,14 @@ class NotingBackend:
         """As torch.compiler.reset() asks of every backend."""
         if reset := getattr(self._inner, "reset", None):
             reset()
+
+
+def _inductor(mode: str | None) -> Callable[..., Any]:
+    if kind := getattr(torch, "_TorchCompileInductorWrapper", None):  # no name that torch promises
+        made: Callable[..., Any] = kind(mode, None, False)
+        return made
+    options = torch._inductor.list_mode_options(mode or "default")
+    return partial(torch._dynamo.lookup_backend("inductor"), config_patches=options)
 
 
 def _name(backend: Any) -> Any:

@@ -41,7 +41,8 @@ def int8_product(x_ND: Tensor, int8_OD: Tensor) -> Tensor:
 
 def has_int8_products() -> bool:
     """Whether torch multiplies eight bits here by more than a loop."""
-    return platform.machine() in _KNOWN and torch.backends.mkldnn.is_available()
+    there = hasattr(torch, "_int_mm") and torch.backends.mkldnn.is_available()
+    return there and platform.machine() in _KNOWN
 
 
 def pack(weight_OD: Tensor) -> Tensor:
@@ -71,12 +72,13 @@ def turned_product(x: Tensor, turned_DO: Tensor, bias_O: Tensor | None = None) -
 def has_packed_products(dtype: torch.dtype) -> bool:
     """Whether this build of torch multiplies packed matrices of a dtype on this CPU."""
     there = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
-    if dtype not in _PACKABLE or not there or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if dtype not in _PACKABLE or not there:
         return False
     try:
         square = torch.ones(16, 16, dtype=dtype, device="cpu")
         packed_product(square, pack(square))
-    except RuntimeError:  # oneDNN has no bf16 on some processors
+    # oneDNN has no bf16 on some processors, and torch promises neither operator.
+    except (RuntimeError, AttributeError):
         return False
     return True
 
