@@ -21,6 +21,8 @@ OF_THE_RUN = (
     "resume_from_checkpoint", "overwrite_output_dir", "early_stopping_patience",
     "dry_run", "measure_steps", "training_args",
 )  # fmt: skip
+# One field of transformers: by its newer name, and by that which goes with version 6.
+CHECKPOINTING = "activation_checkpointing", "gradient_checkpointing"
 _PLAIN = {bool, int, float, NoneType}  # of others transformers takes more than their types say
 _STEPS_OF_A_LONG_RUN = 1_000_000
 SHARED_LEARNING_RATE = 5e-3

@@ -27,6 +27,7 @@ from medusa_heads.target.layers import layer_lists
 from medusa_heads.target.mtp import empty_mtp, own_parts
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.joint_config import JointConfig
+from medusa_heads.training.arguments.training import CHECKPOINTING
 from medusa_heads.training.data.columns import row_lengths
 from medusa_heads.training.loss.fused import chunk_pairs
 from medusa_heads.training.loss.heads import BLOCK_FEATURES_CPU, BLOCK_FEATURES_GPU
@@ -106,7 +107,8 @@ def plan_heads(
         trained += adapter
         memory["adapter, gradients, AdamW"] = adapter * _ADAMW_BYTES
         # What each layer keeps for the backward pass.
-        layers = 1 if args.gradient_checkpointing else target.config.num_hidden_layers
+        again = any(getattr(args, name, False) for name in CHECKPOINTING)
+        layers = 1 if again else target.config.num_hidden_layers
         memory["target's backward"] = layers * tokens * (4 * wide + 12 * width) * element
     disk = {"each checkpoint": trained * _SAVED_BYTES}
     if text.learnt is not None:

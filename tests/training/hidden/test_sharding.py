@@ -126,7 +126,7 @@ def test_an_fsdp_launch_is_refused_by_name_where_it_cannot_be_had(
         (["--tensor_parallel"], "spread over processes, and there is one"),
         (
             ["--training_args", f'{{"{CHECKPOINTING}": true, "use_cpu": true}}'],
-            "gradient_checkpointing has no place in this training",
+            f"{CHECKPOINTING} has no place in this training",
         ),
         (["--training_args", '{"fsdp": true, "use_cpu": true}'], "leave fsdp and deepspeed out"),
     ],

@@ -7,12 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.target.target import TargetModel
+from medusa_heads.training.arguments.joint_config import JointConfig
+from medusa_heads.training.arguments.training import CHECKPOINTING
 from medusa_heads.training.loss.fused import LEAST_CHUNK
 from medusa_heads.training.runs.dry_run import TextSize, plan_draft, plan_heads, text_size
+from medusa_heads.training.runs.heads_trainer import HeadsTrainer
+from tests.conftest import TinyLlama
 from tests.training.runs.test_heads import quick
 
 
@@ -44,6 +48,26 @@ def test_chunks_of_a_large_vocabulary_are_not_cut_short(
     assert reading.disk["hidden states, if cached"] == 9000 * 2 * 16 * 4
     with pytest.raises(ValueError, match="features asks for layer 1, and LlamaForCausalLM has"):
         plan_heads(target, HeadsConfig(features=[1]), args, text)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTING)
+def test_an_adapter_may_keep_one_layer_at_a_time(
+    name: str, tmp_path: Path, tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whichever name transformers has for it."""
+    args, target = quick(tmp_path), TargetModel(tiny_llama(num_hidden_layers=4))
+    for each in CHECKPOINTING:
+        monkeypatch.delattr(args, each, raising=False)
+        monkeypatch.delattr(TrainingArguments, each, raising=False)
+    text = TextSize(rows=8, tokens=80, learnt=80, longest_row=10)
+    backward = []
+    for said in (False, True):
+        args.__dict__[name] = said
+        plan = plan_heads(target, HeadsConfig(num_heads=1), args, text, joint=JointConfig())
+        backward.append(plan.memory["target's backward"])
+    assert backward[0] == 4 * backward[1]
+    with pytest.raises(ValueError, match=f"{name} has no place in this training"):
+        HeadsTrainer.check_arguments(args)
 
 
 def test_the_longest_row_is_the_true_one() -> None:
