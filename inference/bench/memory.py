@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import StoppingCriteria, StoppingCriteriaList
 
@@ -80,7 +79,7 @@ def _events(profiled: Any, device: str) -> Iterator[tuple[int, int | None]]:
     while nodes:
         node = nodes.pop()
         nodes += node.children
-        if node.tag == _EventType.Allocation and node.extra_fields.device.type == device:
+        if node.tag.name == "Allocation" and node.extra_fields.device.type == device:
             yield node.start_time_ns, node.extra_fields.alloc_size
         elif node.name == _READ:
             yield node.start_time_ns, None

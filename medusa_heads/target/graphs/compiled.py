@@ -122,7 +122,7 @@ class CompiledTarget(TargetModel):
                 failed = "it keeps too many graphs" if self._is_full else first_line(error)
                 warn(f"decoding goes on without torch.compile, which failed: {failed}")
                 plain: Any = compiled
-                made = plain._torchdynamo_orig_callable(*args, **kwargs)
+                made = plain.__wrapped__(*args, **kwargs)
         return made
 
     @property
