@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+import datasets
 import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
@@ -26,13 +27,13 @@ from medusa_heads.data.chat import ChatTemplate
 from medusa_heads.data.finding import HELD_OUT
 from medusa_heads.data.prompts import stop_ids
 from medusa_heads.data.sources import Corpus, as_corpus, is_stream, load_corpus
+from medusa_heads.errors import first_line
 from medusa_heads.target.loading import find_tokenizer
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.data import EVAL_ROWS, STREAM_EVAL_ROWS, DataArguments
 from medusa_heads.training.data.pack import check_packing
 from medusa_heads.training.data.row_facts import RowFacts, RowLimits, UnfitRow, check_rows
 from medusa_heads.training.data.split import TRAINING, split_once, tokenise_once
-from medusa_heads.training.data.stream import stream_rows
 from medusa_heads.training.data.template_fit import template_mismatch
 from medusa_heads.training.data.tokeniser import Tokeniser
 
@@ -79,6 +80,18 @@ class TrainingData:
             "held_out_set": asdict(self.held_out_facts),
             "corpora": [_describe(corpus) for corpus in self.corpora],
         }
+
+
+def _streams() -> Any:
+    """What makes rows of a stream. Raises ValueError: this version of datasets has other parts."""
+    try:
+        from medusa_heads.training.data.stream import stream_rows
+    except ImportError as error:
+        raise ValueError(
+            f"datasets {datasets.__version__} has no streams that can be mixed anew "
+            f"({first_line(error)}): leave streaming off, or install another version"
+        ) from error
+    return stream_rows
 
 
 def _describe(corpus: Corpus) -> dict[str, Any]:
@@ -179,7 +192,7 @@ def prepare_data(
         if corpus.is_stream:
             if max_steps <= 0:
                 raise ValueError("a stream has no known end: give max_steps to train so many steps")
-            rows, one_pass, first_documents, known = stream_rows(
+            rows, one_pass, first_documents, known = _streams()(
                 corpus,
                 makers[0],
                 held_out=(settings.eval_rows or STREAM_EVAL_ROWS) if held_out is None else 0,

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,18 @@ def test_no_share_of_a_stream_has_held_out_documents(target: TargetModel, packin
 def test_a_share_of_nothing_but_held_out_documents_is_refused(target: TargetModel) -> None:
     with pytest.raises(ValueError, match="the first of the stream's 4 files is held out whole"):
         stream(target, None, sharded([0, 1, 2, 3]), eval_rows=12)
+
+
+def test_tables_need_nothing_of_datasets_streams(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose passes are a class that datasets does not promise."""
+    monkeypatch.delattr("datasets.iterable_dataset.RepeatExamplesIterable")
+    monkeypatch.delitem(sys.modules, "medusa_heads.training.data.stream", raising=False)
+    table = Dataset.from_list(list(sharded([0])))
+    assert first(stream(target, None, table, streaming=False), 1)
+    with pytest.raises(ValueError, match="datasets .* has no streams .*: leave streaming off"):
+        stream(target, None, sharded([0]))
 
 
 def test_a_stream_is_shuffled_by_its_seed(
