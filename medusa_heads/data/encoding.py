@@ -218,7 +218,10 @@ def _fast_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     usual = isinstance(tokenizer, PreTrainedTokenizerFast) and not tokenizer.split_special_tokens
-    if not usual or type(tokenizer)._encode_plus is not PreTrainedTokenizerFast._encode_plus:
+    own, known = (
+        getattr(kind, "_encode_plus", None) for kind in (type(tokenizer), PreTrainedTokenizerFast)
+    )
+    if not usual or known is None or own is not known:
         return None
     try:
         from fastokens import Tokenizer

@@ -138,6 +138,16 @@ def test_a_tokenizer_that_draws_its_tokens_is_left_to_the_usual_library() -> Non
     assert encoder.is_fast is False
 
 
+def test_a_tokenizer_that_may_make_tokens_of_its_own_is_left_to_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As nobody knows without the method that such a tokenizer overrides."""
+    tokenizer = trained("gpt2")
+    for kind in type(tokenizer).__mro__:
+        monkeypatch.delattr(kind, "_encode_plus", raising=False)
+    assert encoding._fast_tokenizer(tokenizer) is None
+
+
 def test_bytes_without_a_token_are_left_out_as_by_the_usual_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
