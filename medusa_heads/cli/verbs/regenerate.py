@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.choices import apply_choice, print_choices
 from medusa_heads.cli.flags.arguments import command
-from medusa_heads.errors import warn
+from medusa_heads.errors import first_line, warn
 from medusa_heads.files import expanded
 from medusa_heads.inference.regeneration.arguments import RegenerateArguments, longest_answer
 from medusa_heads.settings import mapping
@@ -120,8 +120,13 @@ def _local(arguments: RegenerateArguments) -> tuple[Backend, TargetModel]:
         model = MedusaModel.from_pretrained(arguments.heads, target=target)
         return HeadsBackend(model, **sizes), target
     if arguments.backend == "continuous":
-        from medusa_heads.inference.regeneration.continuous_backend import ContinuousBackend
-
+        try:
+            from medusa_heads.inference.regeneration.continuous_backend import ContinuousBackend
+        except ImportError as error:  # it is made of parts that transformers does not promise
+            raise ValueError(
+                "continuous batching is another one in this version of transformers "
+                f"({first_line(error)}): choose another backend, or install another version"
+            ) from error
         return ContinuousBackend(target, **sizes), target
     from medusa_heads.inference.regeneration.transformers_backend import TransformersBackend
 

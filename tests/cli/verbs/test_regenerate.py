@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,22 @@ def test_other_backends_write_the_same_rows(backend: str, folder: Path, tmp_path
     assert run(folder, tmp_path / backend, "--backend", backend, *heads) == 0
     expected = load_from_disk(str(tmp_path / "plain")).to_dict()
     assert load_from_disk(str(tmp_path / backend)).to_dict() == expected
+
+
+def test_a_transformers_that_batches_in_another_way_is_told(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the backend is made of it may move. The others need none of it."""
+    own = "medusa_heads.inference.regeneration.continuous_backend"
+    monkeypatch.delitem(sys.modules, own, raising=False)
+    theirs = "transformers.generation.continuous_batching.cb_logits_processors"
+    monkeypatch.setitem(sys.modules, theirs, None)
+    assert run(folder, tmp_path / "own", "--backend", "continuous") == 2
+    assert "choose another backend" in capsys.readouterr().err
+    assert run(folder, tmp_path / "own") == 0
 
 
 def test_a_server_answers_without_the_weights_here(folder: Path, tmp_path: Path) -> None:

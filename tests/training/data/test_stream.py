@@ -87,7 +87,7 @@ def test_tables_need_nothing_of_datasets_streams(
     monkeypatch.delitem(sys.modules, "medusa_heads.training.data.stream", raising=False)
     table = Dataset.from_list(list(sharded([0])))
     assert first(stream(target, None, table, streaming=False), 1)
-    with pytest.raises(ValueError, match="datasets .* has no streams .*: leave streaming off"):
+    with pytest.raises(ValueError, match=r"datasets .* has no streams .*: leave streaming off"):
         stream(target, None, sharded([0]))
 
 
