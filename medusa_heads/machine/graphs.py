@@ -137,7 +137,8 @@ def _inductor(mode: str | None) -> Callable[..., Any]:
         made: Callable[..., Any] = kind(mode, None, False)
         return made
     options = torch._inductor.list_mode_options(mode or "default")
-    return partial(torch._dynamo.lookup_backend("inductor"), config_patches=options)
+    known: Any = torch._dynamo.lookup_backend("inductor")
+    return partial(known, config_patches=options)
 
 
 def _name(backend: Any) -> Any:
