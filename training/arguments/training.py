@@ -10,6 +10,7 @@ from medusa_heads.errors import first_line
 from medusa_heads.files import expanded
 from medusa_heads.settings import above_zero, at_least, coerce, flag, folders, mapping
 from medusa_heads.training.arguments.batch import MOST_ROWS, USUAL_STEPS
+from medusa_heads.training.arguments.renamed import by_names_here
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -21,8 +22,6 @@ OF_THE_RUN = (
     "resume_from_checkpoint", "overwrite_output_dir", "early_stopping_patience",
     "dry_run", "measure_steps", "training_args",
 )  # fmt: skip
-# One field of transformers: by its newer name, and by that which goes with version 6.
-CHECKPOINTING = "activation_checkpointing", "gradient_checkpointing"
 _PLAIN = {bool, int, float, NoneType}  # of others transformers takes more than their types say
 _STEPS_OF_A_LONG_RUN = 1_000_000
 SHARED_LEARNING_RATE = 5e-3
@@ -259,9 +258,10 @@ def further_arguments(arguments: OptimisationArguments) -> dict[str, Any]:
     switch and is given something else."""
     from transformers import TrainingArguments
 
-    given = mapping(arguments, "training_args")
+    known = {f.name for f in fields(TrainingArguments)}
+    given = by_names_here(mapping(arguments, "training_args"), known)
     hints = get_type_hints(TrainingArguments) if given else {}
-    _check_names(given, {f.name for f in fields(TrainingArguments)})
+    _check_names(given, known)
     return {
         name: coerce(value, hints[name], f"training_args: {name}")
         if set(get_args(hints[name]) or (hints[name],)) <= _PLAIN

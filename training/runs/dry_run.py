@@ -27,7 +27,7 @@ from medusa_heads.target.layers import layer_lists
 from medusa_heads.target.mtp import empty_mtp, own_parts
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.joint_config import JointConfig
-from medusa_heads.training.arguments.training import CHECKPOINTING
+from medusa_heads.training.arguments.renamed import CHECKPOINTING
 from medusa_heads.training.data.columns import row_lengths
 from medusa_heads.training.loss.fused import chunk_pairs
 from medusa_heads.training.loss.heads import BLOCK_FEATURES_CPU, BLOCK_FEATURES_GPU

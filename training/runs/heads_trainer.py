@@ -18,7 +18,7 @@ from medusa_heads.heads import DraftHeads
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.rates import by_width, rate_groups
-from medusa_heads.training.arguments.training import CHECKPOINTING
+from medusa_heads.training.arguments.renamed import CHECKPOINTING
 from medusa_heads.training.hidden.states import DrawnOrder, HiddenStates
 from medusa_heads.training.loss.heads import batch_loss
 from medusa_heads.training.loss.rows import read_rows

@@ -1,5 +1,6 @@
 """Flags of training, and how they become transformers' TrainingArguments."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from medusa_heads.cli.flags.arguments import parse_arguments
 from medusa_heads.config import HeadsConfig
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.draft import DraftArguments
+from medusa_heads.training.arguments.renamed import CHECKPOINTING, by_names_here
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.arguments.training import (
     OptimisationArguments,
@@ -80,6 +82,26 @@ def test_further_training_arguments_are_read_as_flags_are() -> None:
     given = OptimisationArguments(training_args=extra)
     assert further_arguments(given) == extra | {"adam_epsilon": 1e-4, "max_grad_norm": 1.0}
     assert further_arguments(OptimisationArguments()) == {}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTING)
+def test_a_renamed_field_is_set_under_either_name(name: str) -> None:
+    """By the newest that transformers has, of which it does not warn."""
+    given: Any = {name: True, f"{name}_kwargs": {"use_reentrant": False}, "use_cpu": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        args = to_training_arguments(OptimisationArguments(training_args=given), "shared")
+    assert any(getattr(args, each, False) for each in CHECKPOINTING)
+    said = [getattr(args, f"{each}_kwargs", None) for each in CHECKPOINTING]
+    assert {"use_reentrant": False} in said
+
+
+@pytest.mark.parametrize("known", [CHECKPOINTING, CHECKPOINTING[:1], CHECKPOINTING[1:]])
+def test_of_two_names_the_newer_counts(known: tuple[str, ...]) -> None:
+    newer, older = CHECKPOINTING
+    given = {older: True, "seed": 1, newer: False}
+    assert by_names_here(given, known) == {"seed": 1, known[0]: False}
+    assert by_names_here({older: True}, ()) == {older: True}
 
 
 @pytest.mark.parametrize(

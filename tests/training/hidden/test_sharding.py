@@ -17,6 +17,7 @@ from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import MedusaHeads
 from medusa_heads.heads.vocabulary import vocabulary
 from medusa_heads.target.target import TargetModel
+from medusa_heads.training.arguments import renamed
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.hidden.launched import Sharding
 from medusa_heads.training.hidden.sharding import load_to_spread, shard_target
@@ -25,8 +26,8 @@ from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from tests.conftest import Refused
 
 CPU = torch.device("cpu")
-_NEWER = "activation_checkpointing"
-CHECKPOINTING = _NEWER if hasattr(TrainingArguments, _NEWER) else "gradient_checkpointing"
+# By its name here, under which it is refused.
+CHECKPOINTING = next(each for each in renamed.CHECKPOINTING if hasattr(TrainingArguments, each))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from medusa_heads.config import HeadsConfig
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.joint_config import JointConfig
-from medusa_heads.training.arguments.training import CHECKPOINTING
+from medusa_heads.training.arguments.renamed import CHECKPOINTING
 from medusa_heads.training.loss.fused import LEAST_CHUNK
 from medusa_heads.training.runs.dry_run import TextSize, plan_draft, plan_heads, text_size
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
