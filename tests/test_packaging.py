@@ -1,5 +1,6 @@
 """What a user installs: one import name, every file once, nothing large, the sdist complete."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -22,7 +23,9 @@ MAX_FILE_BYTES = 200_000
 
 
 def run(*command: str | Path, cwd: Path | None = None) -> str:
-    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    # Else pip finds what lies on that path installed already.
+    elsewhere = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(command, cwd=cwd, env=elsewhere, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
