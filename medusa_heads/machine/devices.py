@@ -197,7 +197,7 @@ def _end(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
 def _repair(device: torch.device, pool: Any) -> None:
     """After a graph that broke in the middle, on its stream: memory is given out as before, and
     random numbers are drawn. Both wait for an end that never came."""
-    with suppress(RuntimeError):
+    with suppress(RuntimeError, AttributeError):  # torch does not promise this name
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
     torch.cuda.synchronize(device)
     whole = torch.cuda.CUDAGraph()

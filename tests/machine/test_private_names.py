@@ -41,6 +41,24 @@ def test_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("it began")
 
 
+def test_a_broken_graph_is_followed_by_a_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    class Graph:
+        def capture_begin(self, **_: Any) -> None:
+            told.append("begun")
+
+        def capture_end(self) -> None:
+            told.append("ended")
+
+    monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool", raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    devices._repair(torch.device("cpu"), None)
+    assert told == ["begun", "ended"]
+
+
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_inductor_is_asked_by_name(mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
