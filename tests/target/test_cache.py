@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, MistralConfig
 
+from medusa_heads.cache_names import cache_argument
 from medusa_heads.target.cache import RowCache
 from tests.conftest import TinyLlama
 
@@ -109,10 +110,10 @@ def test_continues_from_a_transformers_cache(tiny_llama: TinyLlama) -> None:
     ids_1T = torch.arange(12)[None]
     native = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(ids_1T[:, :8], past_key_values=native, use_cache=True)
+        model(ids_1T[:, :8], use_cache=True, **{cache_argument(model.forward): native})
         taken = RowCache(model.config)
         taken.take_over(native)
-        ours = model(ids_1T[:, 8:], past_key_values=taken, use_cache=True).logits
+        ours = model(ids_1T[:, 8:], use_cache=True, **{cache_argument(model.forward): taken}).logits
         whole = model(ids_1T).logits[:, 8:]
     torch.testing.assert_close(ours, whole)
     assert taken.handed_out(model.config) is taken

@@ -141,7 +141,7 @@ def verify(target: TargetModel, past: int = 6) -> None:
     ids_1T = IDS_BT[:1]
     rows = [Row(0, 1, ids_1T[0], StopCheck(StoppingCriteriaList()))]
     state = DecodingState(rows, target.new_cache(1, 20), [0])
-    target.model(ids_1T[:, :past], past_key_values=state.cache, use_cache=True)
+    target.model(ids_1T[:, :past], use_cache=True, **{target.cache_argument: state.cache})
     state.lengths = [past]
     state.verify(target, chain_shape(10 - past).tree(ids_1T[:, past:]))
 

@@ -32,7 +32,8 @@ def target(kind: str) -> TargetModel:
 
 def read(view: TargetModel, ids_1T: Tensor, cache: Any) -> Tensor:
     with torch.no_grad():
-        logits: Tensor = view.model(ids_1T, past_key_values=cache, use_cache=True).logits
+        given = {view.cache_argument: cache, "use_cache": True}
+        logits: Tensor = view.model(ids_1T, **given).logits
     return logits
 
 

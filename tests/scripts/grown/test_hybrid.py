@@ -10,6 +10,7 @@ import torch
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from medusa_heads import HeadsConfig, TargetModel
+from medusa_heads.cache_names import cache_argument, cache_of
 from medusa_heads.checkpoint.checkpoint import load_heads, save_heads
 from medusa_heads.heads import new_heads
 from scripts.grown.hybrid import grow_hybrid
@@ -81,8 +82,8 @@ def test_logits_stay(small: Any, sizes: dict[str, int]) -> None:
     assert Shape.of(grown.config) == shape.with_sizes({"vocab_size": 199})
     with torch.no_grad():
         before, after = small(IDS_BT).logits, grown(IDS_BT).logits
-        cache = grown(IDS_BT[:, :50]).past_key_values
-        late = grown(IDS_BT[:, 50:], past_key_values=cache).logits
+        given = {cache_argument(grown.forward): cache_of(grown(IDS_BT[:, :50]))}
+        late = grown(IDS_BT[:, 50:], **given).logits
     spread = float(before.std())
     assert float((after - before).abs().max()) < ROUNDING * spread
     assert float((late - before[:, 50:]).abs().max()) < ROUNDING * spread

@@ -149,7 +149,7 @@ def test_hidden_states_outlive_the_next_step(tiny_llama: TinyLlama) -> None:
     state = DecodingState(rows, target.new_cache(1, 20), [0])
     kept = []
     with torch.no_grad(), target.capture_hidden() as last_hidden:
-        target.model(prompt[:, :-1], past_key_values=state.cache, use_cache=True)
+        target.model(prompt[:, :-1], use_cache=True, **{target.cache_argument: state.cache})
         state.lengths = [11]
         for token in (12, 13):
             tree = TokenTree.root_only(torch.tensor([token]))
@@ -185,9 +185,11 @@ def test_a_cache_that_steps_were_measured_with_serves_texts(tiny_llama: TinyLlam
     target = CompiledTarget(tiny_llama(), "eager")
     ids = torch.arange(1, 13)[None]
     with torch.inference_mode():
-        measured = target.model(ids, past_key_values=target.new_cache(1, 20)).logits.clone()
+        measured = target.model(
+            ids, **{target.cache_argument: target.new_cache(1, 20)}
+        ).logits.clone()
     with torch.no_grad():
-        prefilled = target.model(ids, past_key_values=target.new_cache(1, 20)).logits
+        prefilled = target.model(ids, **{target.cache_argument: target.new_cache(1, 20)}).logits
     assert torch.equal(prefilled, measured)
 
 
@@ -195,7 +197,8 @@ def filled(target: CompiledTarget, batch: int, slots: int = 10) -> StaticRowCach
     """The cache for such a text, with a prompt in it."""
     cache = target.new_cache(batch, slots)
     with torch.no_grad():
-        target.model(torch.ones(batch, 4).long(), past_key_values=cache, use_cache=True)
+        ids = torch.ones(batch, 4).long()
+        target.model(ids, use_cache=True, **{target.cache_argument: cache})
     assert isinstance(cache, StaticRowCache)
     return cache
 
