@@ -25,6 +25,7 @@ from medusa_heads.data.corpus import draw_windows
 from medusa_heads.data.encoding import Encoder, Ragged, begins, prompt_ids
 from medusa_heads.inference.bench.prompts import Question, encode_questions
 from medusa_heads.inference.regeneration.dialogues import Unanswerable, read_dialogues
+from tests.pairs import with_slow
 from tests.training import templates
 
 ODD = [
@@ -77,9 +78,7 @@ def texts(count: int) -> list[str]:
     return ["".join(draw.choices(words, k=draw.randrange(40))) for _ in range(count)]
 
 
-@pytest.mark.parametrize(
-    "style", ["gpt2", pytest.param("digits", marks=pytest.mark.slow), "metaspace", "chat"]
-)
+@pytest.mark.parametrize("style", with_slow(["gpt2", "chat"], ["digits", "metaspace"]))
 def test_the_fast_library_gives_the_tokens_of_the_usual_one(style: str) -> None:
     pytest.importorskip("fastokens")
     tokenizer: Any = templates.chat_tokenizer() if style == "chat" else trained(style)

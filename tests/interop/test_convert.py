@@ -182,7 +182,7 @@ def test_a_token_map_with_own_matrices(tmp_path: Path, target: Path, decodes: De
     ("name", "prefix", "config", "layers", "shards"),
     [
         ("merged", "medusa_head.", MERGED, 2, 3),
-        ("modelopt", "medusa_heads.", MODELOPT, 1, 1),
+        pytest.param("modelopt", "medusa_heads.", MODELOPT, 1, 1, marks=pytest.mark.slow),
         pytest.param("merged", "medusa_head.", MERGED, 2, 1, marks=pytest.mark.slow),
         pytest.param("modelopt", "medusa_heads.", MODELOPT, 1, 3, marks=pytest.mark.slow),
     ],

@@ -100,6 +100,7 @@ def swap_rows(file: Path, name: str) -> None:
         raw.write(swapped.tobytes())
 
 
+@pytest.mark.slow
 def test_a_quantised_target_keeps_its_text(folder: Path) -> None:
     target = write_target(folder / "q8.gguf", "Q8_0")
     checkpoint = folder / "block-corrected"

@@ -167,9 +167,8 @@ def test_it_is_an_operator_of_torch() -> None:
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="no CPU interprets what is made for a GPU")
-@pytest.mark.parametrize(
-    ("window", "compile"), [(9, True), pytest.param(None, "steps", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("window", "compile"), [(9, True), (None, "steps")])
 def test_graphs_attend_by_the_kernel_for_gpus(
     window: int | None, compile: Any, split_attention: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

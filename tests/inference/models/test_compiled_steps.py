@@ -212,6 +212,7 @@ def test_inductor_draws_the_same(tiny_llama: TinyLlama) -> None:
             assert not torch.equal(made(inputs), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error::medusa_heads.errors.MedusaWarning")
 def test_windows_are_a_part_of_the_graph() -> None:
     torch.manual_seed(0)

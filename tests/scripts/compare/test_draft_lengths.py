@@ -13,11 +13,8 @@ from scripts.compare.draft_lengths import main
 from tests.conftest import Refused
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [[], pytest.param(["--temperature", "0.7"], marks=pytest.mark.slow)],
-    ids=["greedy", "sampled"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [[], ["--temperature", "0.7"]], ids=["greedy", "sampled"])
 def test_a_table_for_each_set(
     sampling: list[str], short_demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ from scripts.measure.draft import main
 from tests.conftest import Refused
 
 
+@pytest.mark.slow
 def test_tables_of_all_methods(
     short_demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

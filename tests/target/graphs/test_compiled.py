@@ -56,10 +56,11 @@ def build(config: Any) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(LlamaConfig(**SMALL), marks=pytest.mark.slow),
+        LlamaConfig(**SMALL),
         Gemma2Config(**SMALL, sliding_window=16, query_pre_attn_scalar=16),
         pytest.param(
             Llama4TextConfig(
@@ -69,14 +70,10 @@ def build(config: Any) -> Any:
                 attention_chunk_size=16,
                 no_rope_layers=[1, 0],
             ),
-            marks=[
-                # Its texts are quickly compared in test_positions.py.
-                pytest.mark.slow,
-                pytest.mark.skipif(
-                    "block_sequence_ids" not in signature(create_chunked_causal_mask).parameters,
-                    reason="transformers before 5.20 makes no static cache's masks of chunks",
-                ),
-            ],
+            marks=pytest.mark.skipif(
+                "block_sequence_ids" not in signature(create_chunked_causal_mask).parameters,
+                reason="transformers before 5.20 makes no static cache's masks of chunks",
+            ),
         ),
     ],
     ids=["llama", "gemma2", "llama4"],

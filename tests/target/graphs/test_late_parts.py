@@ -12,6 +12,7 @@ from medusa_heads.machine.programs import Program
 from medusa_heads.target.graphs import captured
 from medusa_heads.target.graphs.captured import CapturedTarget
 from tests.inference.padded import padded
+from tests.pairs import with_slow
 from tests.replayed import text, uncaptured, with_heads
 from tests.target.graphs.test_captured import steps_of
 
@@ -38,7 +39,7 @@ def test_late_parts(deep: Any, recorded: list[Any], monkeypatch: Any) -> None:
     assert one.serves and one.recording is recorded[1]()
 
 
-@pytest.mark.parametrize("of", ["parts", "recording"])
+@pytest.mark.parametrize("of", with_slow(["recording"], ["parts"]))
 def test_where_memory_is_short_for_parts(
     of: str, deep: Any, recorded: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

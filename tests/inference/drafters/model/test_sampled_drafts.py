@@ -27,8 +27,7 @@ WARPERS: dict[str, dict[str, Any]] = {
     "top-p": {"top_p": 0.7, "top_k": 0},
     "penalty": {"repetition_penalty": 1.6, "top_k": 0},
 }
-# Drawn tokens all of whose levels and siblings are walked: behind the first token the prefill
-# wrote, the second and third come out of the same tree.
+# All levels and siblings are walked: behind the prefill's token, two come out of the same tree.
 TREES = ("sampled:3", "sampled:3x2", "sampled:4x1")
 
 
@@ -138,7 +137,8 @@ def test_drawn_text_follows_the_target(
     check(target, drafts["bad"], tree, warpers, 1500 if tree == "sampled:3" else 2000, rng)
 
 
-@pytest.mark.parametrize("rows", [8, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [8, 1])
 def test_a_few_adaptive_texts_at_a_time_follow_the_target(
     target: Any, drafts: dict[str, Any], rows: int
 ) -> None:
