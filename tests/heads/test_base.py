@@ -61,7 +61,7 @@ def test_copied_heads_draft_the_same(target: TargetModel, kind: str, how: str) -
 
 
 def test_a_copied_decoder_has_copied_heads(target: TargetModel) -> None:
-    model = MedusaModel(target, moved(target, CONFIGS[0]), tree="chain", compile=False)
+    model = MedusaModel(target, moved(target, CONFIGS["medusa"]), tree="chain", compile=False)
     expected_BT: Any = model.generate(IDS, **GIVEN)
     copied = copy.deepcopy(model)
     assert copied.target.model is not target.model and copied.heads is not model.heads
