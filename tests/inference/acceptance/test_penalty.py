@@ -42,7 +42,11 @@ def penalised(model: Any, medusa: MedusaModel, inputs: Any, truth: list[int]) ->
     return whole[:, : 12 + NEW]
 
 
-@pytest.mark.parametrize("padding", BATCHES, ids=["1 row", "3 rows"])
+@pytest.mark.parametrize(
+    "padding",
+    [pytest.param(BATCHES[0], marks=pytest.mark.slow), BATCHES[1]],
+    ids=["1 row", "3 rows"],
+)
 def test_planted_drafts(model: Any, medusa: MedusaModel, padding: list[int]) -> None:
     inputs = padded(padding, 12)
     expected = penalised(model, medusa, inputs, [2, 0, 4, 1, 3])

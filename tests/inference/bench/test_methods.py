@@ -129,13 +129,10 @@ def test_plain_compiled_writes_the_same(medusa: MedusaModel, monkeypatch: Any) -
     assert methods[COMPILED]["identical"] == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "turn"),
-    [
-        pytest.param(size, turn, marks=[] if (size, turn) == (1, 0) else [pytest.mark.slow])
-        for size in (1, 2)
-        for turn in (0, 1)
-    ],
+    [(size, turn) for size in (1, 2) for turn in (0, 1)],
 )
 def test_compiled_methods_write_the_same(
     medusa: MedusaModel,

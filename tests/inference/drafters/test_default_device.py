@@ -20,7 +20,11 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
 @pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize(
     ("words", "compile"),
-    alternately(["lookahead", "suffix", "heads", "draft"], [False, "capture", True, "steps"]),
+    alternately(
+        ["lookahead", "suffix", "heads", "draft"],
+        [False, "capture", True, "steps"],
+        slow=("lookahead",),
+    ),
 )
 def test_tensors_are_made_where_the_target_lies(
     tiny_llama: TinyLlama, words: str, compile: Any

@@ -29,7 +29,7 @@ from tests.conftest import DEVICE, TinyLlama
 from tests.inference.drafters.growing import grow
 from tests.inference.padded import padded
 from tests.inference.reference import reference
-from tests.pairs import alternately
+from tests.pairs import alternately, with_slow
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +224,7 @@ def test_no_decoder_is_pickled(model: Any) -> None:
         assert copy.copy(decoder).target is decoder.target
 
 
-@pytest.mark.parametrize("drafter", ["auto", "recycling", "suffix", "lookahead"])
+@pytest.mark.parametrize("drafter", with_slow(["auto"], ["recycling", "suffix", "lookahead"]))
 def test_a_vocabulary_that_was_resized_is_refused(tiny_llama: TinyLlama, drafter: str) -> None:
     model, ids = tiny_llama(vocab_size=97), torch.arange(1, 13)[None]
     model.generation_config.pad_token_id = 0

@@ -173,7 +173,9 @@ def test_weights_may_change(
     assert not is_right()
 
 
-@pytest.mark.parametrize(("change", "options"), alternately(("adapter", "hook", "method"), HOW))
+@pytest.mark.parametrize(
+    ("change", "options"), alternately(("adapter", "hook", "method"), HOW, slow=("hook",))
+)
 def test_the_model_may_change(model: Any, change: str, options: dict[str, Any]) -> None:
     """Between texts, by what is no weight."""
     if change == "adapter":

@@ -164,9 +164,11 @@ KINDS = ["text", "completion", "tokens", "CHATML", "LLAMA3", "MISTRAL", "GEMMA",
     ("kind", "packing"),
     [
         # Rows that are packed are compared before that as well; some are not packed.
-        pytest.param(kind, packing, marks=[] if packing != (i % 4 == 0) else [pytest.mark.slow])
+        pytest.param(kind, packing, marks=marks)
         for i, kind in enumerate(KINDS)
         for packing in (False, True)
+        for quick in [packing != (i % 4 == 0) and kind not in ("MISTRAL", "GEMMA")]
+        for marks in [[] if quick else [pytest.mark.slow]]
     ],
 )
 def test_rows_are_those_of_the_plain_reference(

@@ -24,7 +24,7 @@ KEPT = 9 * 20 - 6 + 6 * 20 + 3 * 20 + 2 * 29
 
 
 # What these read of the target, others read as well.
-ALIKE = ("own matrices", "hydra", "corrected", "prefix", "block")
+ALIKE = ("own matrices", "hydra", "corrected", "prefix", "block", "eagle3")
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def own_text(target: TargetModel, folder: Path) -> Dataset:
 
 
 # One for each layer that keeps a state; that texts of every kind are packed apart, test_pack says.
-QUICK = ("lfm2", "qwen3_5_text")
+QUICK = ("qwen3_5_text",)
 
 
 @pytest.mark.parametrize(
