@@ -32,7 +32,8 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-@pytest.mark.parametrize("shape", [pytest.param("own", marks=pytest.mark.slow), "0.1b"])
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["own", "0.1b"])
 def test_texts_are_plain_decodings(
     shape: str,
     tmp_path: Path,
