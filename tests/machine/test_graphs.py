@@ -121,6 +121,7 @@ def test_weights_may_be_swapped_behind_a_text(tiny_llama: TinyLlama) -> None:
     torch.utils.swap_tensors(weight, nn.Parameter(weight.detach().clone(), requires_grad=False))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("lfm3" not in CONFIG_MAPPING, reason="transformers before 5.20 has no LFM3")
 @pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
 def test_layers_that_take_no_mask() -> None:

@@ -67,7 +67,7 @@ def test_several_prompts(ids: bool, max_rows: int, endless: Any, tokenizer: Any)
         assert 'outcome="finished"} 6\n' in metrics(server)
 
 
-@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("chat", with_slow([True], [False]))
 def test_choice_i_is_the_text_of_the_seed_plus_i(chat: bool, endless: Any, tokenizer: Any) -> None:
     path = "/v1/chat/completions" if chat else "/v1/completions"
     prompts = ["u:hia:"] if chat else PROMPTS

@@ -266,6 +266,7 @@ def test_a_draft_model_that_was_a_target(model: Any, tiny_llama: TinyLlama) -> N
         assert torch.equal(text(drafted, inputs), text(model, inputs))
 
 
+@pytest.mark.slow
 def test_it_is_compiled_besides(model: Any) -> None:
     """The hooks of the one are no obstacle to the other."""
     medusa, inputs = with_heads(model), padded([0, 3], 12)

@@ -24,7 +24,8 @@ def heads(short_demo: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_heads(folder, fresh, target, statistics=HeadStatistics.from_ranks(ranks_SK)))
 
 
-@pytest.mark.parametrize("batch_size", [pytest.param("1", marks=pytest.mark.slow), "3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_size", ["1", "3"])
 def test_report(heads: str, batch_size: str, tmp_path: Path) -> None:
     output = tmp_path / "trees.json"
     flags = [

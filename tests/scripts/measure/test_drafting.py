@@ -22,6 +22,7 @@ def test_every_kind_is_measured(
     assert "the target, one token" in printed and " 1.00 " in printed
 
 
+@pytest.mark.slow
 def test_checkpoints_are_measured_behind_text(capsys: pytest.CaptureFixture[str]) -> None:
     amounts = "--context 16 --rounds 2 --dtype float32 --trees dynamic:8"
     assert main(["--heads", "assets/demo-heads", *amounts.split()]) == 0

@@ -10,6 +10,7 @@ from scripts.measure.packed import TOKENS, main
 from tests.conftest import Refused, TinyLlama
 
 
+@pytest.mark.slow
 def test_it_prints_a_row_for_each_number_of_tokens(
     tiny_llama: TinyLlama, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

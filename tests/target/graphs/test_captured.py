@@ -76,14 +76,7 @@ def test_all_kinds_of_heads(model: Any, kind: str, drawn: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "drafter",
-    [
-        "auto",
-        "recycling",
-        pytest.param("recycling:5", marks=pytest.mark.slow),
-        "suffix",
-        pytest.param("lookahead", marks=pytest.mark.slow),
-    ],
+    "drafter", with_slow(["auto", "recycling"], ["recycling:5", "suffix", "lookahead"])
 )
 def test_without_training(model: Any, drafter: str) -> None:
     free, plain = TrainingFreeModel(model, drafter), TrainingFreeModel(model, compile=False)

@@ -50,6 +50,7 @@ def test_texts_that_are_decoded_as_they_are(model: Any, noted: list[int]) -> Non
     assert noted
 
 
+@pytest.mark.slow
 def test_adapters_in_turns(model: Any, noted: list[int]) -> None:
     """Each change of the model wants scripts anew, in the end none."""
     lora = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)

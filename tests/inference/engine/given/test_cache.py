@@ -74,7 +74,8 @@ def test_windows_keep_what_transformers_keeps() -> None:
         torch.testing.assert_close(layer.keys, other.keys)
 
 
-@pytest.mark.parametrize("kind", [None, pytest.param("lfm2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [None, "lfm2"])
 def test_one_that_was_returned_goes_on_with_a_compiled_target(
     kind: str | None, tiny_llama: TinyLlama
 ) -> None:
