@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from medusa_heads.errors import first_line
+from medusa_heads.hub_probe import Together, quiet_client
 from medusa_heads.masking import masked_text, without_passwords
 
 # How a client fails on an answer that it does not expect.
@@ -44,28 +44,34 @@ def in_one_sentence(
     from huggingface_hub.errors import HTTPError  # of whichever HTTP library the client is built on
 
     try:
-        client = get_session()
+        get_session()
     except (OSError, ValueError, ImportError) as error:  # the environment's proxy, certificates, ..
         why = masked_text(first_line(error))
         raise ValueError(
             without_passwords(f"the hub at {constants.ENDPOINT}")
             + f" cannot be asked for {repo_id!r}: {why}"
         ) from None
-    logger = logging.getLogger("huggingface_hub")
-    level, hooks = logger.level, client.event_hooks
-    logger.setLevel(logging.ERROR)  # it warns of every attempt; the error that follows says it once
-    client.event_hooks = {**hooks, "response": [*hooks.get("response", []), _check_names]}
     try:
-        yield
+        with quiet_client(), _watched_client():
+            yield
     except (OSError, ValueError, RuntimeError, HTTPError, *_TRIPPED) as error:
         sentence = without_passwords(_sentence(error, repo_id, revision))
         for secret in (token, get_token()):
             if isinstance(secret, str) and secret:
                 sentence = sentence.replace(secret, "***")
         raise ValueError(sentence) from None
-    finally:
-        logger.setLevel(level)
-        client.event_hooks = hooks
+
+
+def _watch() -> Callable[[], object]:
+    from huggingface_hub import get_session
+
+    client = get_session()
+    hooks = client.event_hooks
+    client.event_hooks = {**hooks, "response": [*hooks.get("response", []), _check_names]}
+    return lambda: setattr(client, "event_hooks", hooks)
+
+
+_watched_client = Together(_watch)
 
 
 def _check_names(answer: Any) -> None:
