@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from multiprocessing import get_context
@@ -241,13 +243,33 @@ def _answer_side_by_side(
     pool = ProcessPoolExecutor(
         workers, get_context("spawn"), initializer=_start_worker, initargs=(model, threads)
     )
+    submit = partial(pool.submit, _answer_in_worker)
     try:
         for batches in in_batches:
-            running = {pool.submit(_answer_in_worker, batch, sampling): batch for batch in batches}
+            with _without_ctrl_c():
+                running = {submit(batch, sampling): batch for batch in batches}
             for done in as_completed(running):
                 yield list(zip(running[done], done.result(), strict=True))
+    except BaseException:  # nobody waits for what they are at
+        for process in [*pool._processes.values()]:
+            process.terminate()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    """Processes that start within are not reached by Ctrl-C, of which this one hears and which each
+    would answer with a traceback; here it waits for the end of the block."""
+    if not hasattr(signal, "pthread_sigmask"):  # no POSIX system
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _worker_model: Any = None
