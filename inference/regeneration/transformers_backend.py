@@ -243,11 +243,12 @@ def _answer_side_by_side(
     pool = ProcessPoolExecutor(
         workers, get_context("spawn"), initializer=_start_worker, initargs=(model, threads)
     )
-    submit = partial(pool.submit, _answer_in_worker)
     try:
         for batches in in_batches:
             with _without_ctrl_c():
-                running = {submit(batch, sampling): batch for batch in batches}
+                running = {
+                    pool.submit(_answer_in_worker, batch, sampling): batch for batch in batches
+                }
             for done in as_completed(running):
                 yield list(zip(running[done], done.result(), strict=True))
     except BaseException:  # nobody waits for what they are at

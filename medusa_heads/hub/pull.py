@@ -78,7 +78,9 @@ def pull(
     or damaged ones, the hub cannot be asked, or `out` is in use."""
     name = check_repo_id(split_revision(repo_id)[0])
     revision = wanted_revision(repo_id, revision)
-    folder = expanded(out if out is not None else name.split("/")[1])
+    out = name.split("/")[1] if out is None else out
+    check_folder(out)
+    folder = expanded(out)
     place = folder.resolve()
     for part in (place, place.parent):
         remove_leftovers(part)
@@ -87,7 +89,6 @@ def pull(
         if not (overwrite and replaceable):
             hint = "overwrite it (--overwrite), or " if replaceable else ""
             raise ValueError(f"{str(folder)!r} is in use: {hint}pull into another folder")
-    check_folder(place)
     _ask_for(name, revision, token)
     found = _download(name, revision, KEPT_FILES, token)
     if read_stored(found).adapter is not None:  # damaged heads take nobody's place

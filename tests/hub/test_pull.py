@@ -230,6 +230,16 @@ def test_a_home_and_no_revision(
         pull("alice/heads", tmp_path / "out", revision="")
 
 
+def test_an_empty_name_is_not_where_one_is(
+    hub: LocalHub, pushed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ValueError, match="expected a folder, got an empty name"):
+        pull("alice/heads", "")
+    assert not list(Path().iterdir())
+
+
 def test_a_revision_of_a_folder_is_refused(checkpoint: Path) -> None:
     assert find_checkpoint(checkpoint) == checkpoint
     with pytest.raises(ValueError, match="leave it out"):

@@ -24,7 +24,7 @@ from tests.training.processes import forked
 def goes_on_for_long(begun: Path, *_: object, **__: object) -> None:
     """What a worker's model does, once it has said which signals do not reach it."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    (begun / str(os.getpid())).write_text(" ".join(each.name for each in blocked))
+    (begun / str(os.getpid())).write_text(" ".join(signal.Signals(each).name for each in blocked))
     time.sleep(40)
 
 
