@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from medusa_heads.contents import is_model
 from medusa_heads.data.data_files import SUFFIXES
 from medusa_heads.errors import first_line
 from medusa_heads.files import expanded, is_path
-from medusa_heads.hub_probe import hub_failure
+from medusa_heads.hub_probe import Together, hub_failure
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -169,7 +169,7 @@ def _hub_dataset(
     from datasets import load_dataset
 
     problem = hub_failure()
-    with _offline(problem is not None):
+    with nullcontext() if problem is None else _offline():
         for split in splits:
             try:
                 return load_dataset(name, config, split=split, streaming=streaming)
@@ -184,17 +184,20 @@ def _hub_dataset(
     raise AssertionError("at least one split is asked for")
 
 
-@contextmanager
-def _offline(wanted: bool) -> Iterator[None]:
+def _switch_off() -> Callable[[], object]:
     import datasets
     from huggingface_hub import constants
 
     holders: list[Any] = [constants, datasets.config]
-    before = [holder.HF_HUB_OFFLINE for holder in holders]
+    before = [(holder, holder.HF_HUB_OFFLINE) for holder in holders]
     for holder in holders:
-        holder.HF_HUB_OFFLINE = holder.HF_HUB_OFFLINE or wanted
-    try:
-        yield
-    finally:
-        for holder, value in zip(holders, before, strict=True):
+        holder.HF_HUB_OFFLINE = True
+
+    def undo() -> None:
+        for holder, value in before:
             holder.HF_HUB_OFFLINE = value
+
+    return undo
+
+
+_offline = Together(_switch_off)
