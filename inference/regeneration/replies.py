@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from medusa_heads.data.chat import written_on
 from medusa_heads.inference.regeneration.prompts import Prompt
 
 SHOWN = 200  # characters of a server's own words
@@ -15,21 +16,19 @@ BROKEN_CHARACTER = "\ufffd"  # what stands in a text for bytes that are no chara
 def spelling(tokenizer: Any, prompt: Prompt, text: str) -> list[int] | None:
     """The tokens of an answer, None where they would not spell it, as those of a broken character:
     the target wrote others, and the text does not say which. Tokenised behind the prompt, where
-    tokenizers put no space of their own before the first word; alone only where prompt and answer
-    would melt into one token."""
+    tokenizers put no space of their own before the first word; alone, or behind a line break, where
+    the prompt would get other tokens than it has."""
     if BROKEN_CHARACTER in text:
         return None
     decode = partial(
         tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
-    encode = partial(tokenizer, add_special_tokens=False, verbose=False)
     asked = [int(token) for token in prompt.input_ids]
     before = decode(asked)
-    whole = encode(before + text)["input_ids"]
-    tokens: list[int] = whole[len(asked) :]
-    if whole[: len(asked)] != asked:
-        tokens = encode(text)["input_ids"]
-    return tokens if tokens and decode([*asked, *tokens]) == before + text else None
+    whole = tokenizer(before + text, add_special_tokens=False, verbose=False)["input_ids"]
+    if whole[: len(asked)] != asked or decode(whole) != before + text:
+        whole = written_on(tokenizer, asked, text, before + text) or asked
+    return whole[len(asked) :] or None
 
 
 def complaint(reply: Any) -> str:

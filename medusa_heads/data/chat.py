@@ -270,7 +270,13 @@ def continuation(
 ) -> list[int] | None:
     """Token ids of `before_ids` continued by `text` as a model writes on, where tokenising both
     together would merge across the border and give `whole_ids`; None if none keep the text."""
-    whole = tokenizer.decode(whole_ids)
+    return written_on(tokenizer, before_ids, text, str(tokenizer.decode(whole_ids)))
+
+
+def written_on(
+    tokenizer: PreTrainedTokenizerBase, before_ids: list[int], text: str, whole: str
+) -> list[int] | None:
+    """The same where both together spell `whole`."""
     for anchor in ("", "\n"):
         # Some tokenizers put a space before all that they are given, but not behind a line break.
         anchor_ids = tokenizer(anchor, add_special_tokens=False)["input_ids"] if anchor else []
