@@ -51,7 +51,7 @@ class Amounts:
 
 
 FULL = Amounts(rows=3072, prompts=20)
-FLOOR = Amounts(rows=768, prompts=10)  # 2.27 tokens a step of the heads alone, greedily
+FLOOR = Amounts(rows=640, prompts=9)
 
 
 @dataclass(frozen=True)
