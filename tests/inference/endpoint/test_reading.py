@@ -67,9 +67,12 @@ class _Watched:
     def __deepcopy__(self, _: Any) -> _Watched:
         return _Watched(self.tokenizer, own=False)
 
-    def __call__(self, text: str) -> Any:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def __call__(self, text: str, **options: Any) -> Any:
         assert not self.own
-        return self.tokenizer(text)
+        return self.tokenizer(text, **options)
 
 
 def test_the_callers_own_tokenizer_is_left_to_the_caller(model: Any, tokenizer: Any) -> None:
