@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from medusa_heads.inference.regeneration import transformers_backend
 from medusa_heads.inference.regeneration.prompts import is_greedy
 from medusa_heads.inference.regeneration.regenerate import regenerate
 from medusa_heads.target.target import TargetModel
+from tests.training.processes import forked
 
 NEW = 12
 
@@ -227,9 +227,9 @@ def test_two_workers_write_what_one_does(
     monkeypatch: pytest.MonkeyPatch,
     spawned: bool,
 ) -> None:
-    """Whether each imports torch for itself and is sent the model, or has all from here."""
+    """Whether each imports torch for itself or not, it is sent the model and the batches."""
     if not spawned:
-        monkeypatch.setattr(transformers_backend, "get_context", lambda _: get_context("fork"))
+        monkeypatch.setattr(transformers_backend, "get_context", lambda _: forked())
     alone = run(target, prompts, tmp_path / "alone")
     together = run(target, prompts, tmp_path / "together", num_workers=2)
     assert together.to_dict() == alone.to_dict()
