@@ -96,7 +96,6 @@ def run(line: str, server: CompletionServer) -> str | None:
     return name
 
 
-@pytest.mark.slow
 def test_the_tutorial_runs(
     hub: LocalHub,
     server: CompletionServer,
