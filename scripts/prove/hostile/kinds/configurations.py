@@ -175,7 +175,8 @@ class Configurations:
             text, names = as_yaml(base | {"dataset": broken}), ("corpus", "dataset", broken or FILE)
         elif case == 4:
             broken = rng.choice(["./none", "/none", "", "a/b/c", "..", "\0", str(self._corpus)])
-            text, names = as_yaml(base | {"model_name_or_path": broken}), ("model", FILE)
+            text = as_yaml(base | {"model_name_or_path": broken})
+            names = ("model", FILE, "null character")
         else:
             missing = rng.choice(["model_name_or_path", "dataset"])
             text = as_yaml({k: v for k, v in base.items() if k != missing})
@@ -248,7 +249,8 @@ class Configurations:
         names = (
             flag,
             *flag.split("_"),
-            os.path.normpath(value)[:40] if value else "language model",
+            # As sentences write it: a null character as Python does.
+            repr(os.path.normpath(value))[1:41] if value else "language model",
         )
         return Attempt(label, "bad", command("generate", argv), names)
 
