@@ -49,7 +49,7 @@ docs: export NO_MKDOCS_2_WARNING := true
 docs: $(STAMP) ## build the documentation as a site in build/site; a warning fails
 	$(BIN)/mkdocs build
 
-test: $(STAMP) ## run the tests on all cores (8 to 10 minutes on 2)
+test: $(STAMP) ## run the tests on all cores (6 to 10 minutes on 2)
 	$(BIN)/python $(TESTS) --hypothesis-profile=ci # the same examples each time
 
 test-all: test-slow test-lowest test-vllm test-vllm-033 ## all that a release is tested with
