@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -14,17 +15,16 @@ MATRICES = 2 * 7 + 1  # of a tiny Llama
 
 
 @contextmanager
-def calls(target: TargetModel, rows: int) -> Iterator[list[int]]:
-    """How many layers multiply by packed matrices within the block, which decodes so many rows."""
+def calls(target: TargetModel, rows: int) -> Iterator[list[str]]:
+    """The products by copies of matrices within the block, which decodes so many rows."""
     assert target.packed is not None
-    made: list[int] = []
-    name = "turned_product" if rows == 1 else "packed_product"
-    product = getattr(module, name)
+    made: list[str] = []
 
-    def counted(*args: object) -> object:
-        made.append(1)
-        return product(*args)
+    def counted(name: str) -> Any:
+        product = getattr(module, name)
+        return lambda *args: made.append(name) or product(*args)  # type: ignore[func-returns-value]
 
     with pytest.MonkeyPatch.context() as patch, target.packed.instead(rows):
-        patch.setattr(module, name, counted)
+        for name in ("turned_product", "packed_product"):
+            patch.setattr(module, name, counted(name))
         yield made

@@ -78,7 +78,7 @@ KIND = "products"
 INT8, PACKED, TURNED = "int8", "packed ", "turned "
 ROWS: dict[Use, int] = {
     **{"decode": 1, "two": 2, "draft": 4, "few": 8, "tree": 16},
-    **{"batch": 512, "train": 64},
+    **{"batch": 512, "train": 512},
 }
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _WEIGHTS = 32 << 20  # of a pass: 128 MB in float32, more than most caches

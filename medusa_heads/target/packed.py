@@ -1,10 +1,11 @@
 """A target's large matrices once more, in the order in which a CPU's kernels read them.
 
 For the few rows of a tree, torch's own product rearranges a matrix at every call: up to a dozen
-rows take up to four times as long as one, on some processors two rows twice as long. A matrix that
-was rearranged before is multiplied about as fast as it is read. And some processors read a wide
-matrix up to twice as fast by its columns, where there is one row. The model keeps its own matrices:
-for prompts, and for whoever else runs it.
+rows take up to four times as long as one, on some processors two rows twice as long; with AMX one
+row of bfloat16 takes 1.5 times as long as it must. A matrix that was rearranged before is
+multiplied about as fast as it is read. And some processors read a wide matrix up to twice as fast
+by its columns, where there is one row. The model keeps its own matrices: for prompts, and for
+whoever else runs it.
 
 Shapes: D inputs, O outputs.
 """
@@ -15,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 from weakref import WeakKeyDictionary, ref
@@ -25,7 +27,7 @@ from torch import Tensor, nn
 from medusa_heads.machine.devices import free_memory
 from medusa_heads.machine.kernels import has_packed_products
 from medusa_heads.machine.products import Use, packed_gain, turned_gain
-from medusa_heads.target.packed_layer import FEW, PackedLayer, Rows, copies
+from medusa_heads.target.packed_layer import FEW, Copies, PackedLayer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,10 +37,10 @@ ROWS = range(1, 33)  # rows for which it may pay; many are bound by arithmetic i
 _EIGHT = 8  # where two rows alone pay, fewer than these
 _GAIN = 1.25  # with eight rows, or two; with four and with sixteen it is less than with eight
 _LITTLE = 1.05  # with eight rows, for which nothing is packed, but which takes what is there
-_GAIN_OF_ONE = 1.15  # by columns
+_GAIN_OF_ONE = 1.15  # with one row, by columns or packed
 _SHARE = 4  # of free memory the packed matrices may take this part
 
-_TRIED: tuple[Use, ...] = ("two", "few")
+_TRIED: tuple[Use, ...] = ("decode", "two", "few")
 _MEASURED = 2  # kinds of matrices, the heaviest; the others follow the first
 
 _Kind: TypeAlias = tuple[torch.dtype, int, int]  # with outputs and inputs
@@ -69,8 +71,8 @@ class PackedMatrices:
     def __init__(self, model: PreTrainedModel, *, measured: bool = True) -> None:
         self._model, self._measured = ref(model), measured
         self._packed: WeakKeyDictionary[nn.Linear, PackedLayer] = WeakKeyDictionary()
-        self._rows: dict[_Kind, Rows] = {}  # for as long as the model is decoded
-        self._served: Rows | None = None
+        self._copies: dict[_Kind, Copies] = {}  # for as long as the model is decoded
+        self._served: frozenset[int] | None = None
         self._looked = False
         self._lock = Lock()  # any thread may decode the model
         self._inside, self._replaced = 0, dict[nn.Linear, PackedLayer]()
@@ -88,14 +90,14 @@ class PackedMatrices:
         self._looked, self._served = False, None
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> frozenset[int]:
         """Of which numbers any are, which may have to be measured first."""
-        return frozenset[int]().union(*self._chosen().values())
+        return frozenset[int]().union(*(each.rows for each in self._chosen().values()))
 
     @property
     def held_bytes(self) -> int:
         """What they take besides the model's own."""
-        return sum(copies(each.rows) * layer.weight.nbytes for layer, each in self._packed.items())
+        return sum(each.copies.count * layer.weight.nbytes for layer, each in self._packed.items())
 
     def look(self, rows: int) -> None:
         """See that what so many rows are multiplied by is packed from the weights of this text."""
@@ -136,54 +138,57 @@ class PackedMatrices:
 
     def _look(self) -> None:
         layers = {}
-        for layer, rows in self._chosen().items():
+        for layer, copies in self._chosen().items():
             packed = self._packed.get(layer)
-            if packed is None or packed.rows != rows:  # as of another dtype, with other kernels
-                packed = PackedLayer(layer, rows)
+            if packed is None or packed.copies != copies:  # as of another dtype, with other kernels
+                packed = PackedLayer(layer, copies)
             layers[layer] = packed
         self._packed = WeakKeyDictionary(layers)
         for packed in layers.values():
             packed.look()
         self._looked = True
 
-    def _chosen(self) -> dict[nn.Linear, Rows]:
-        """The layers to pack, or that are packed, and for which rows."""
+    def _chosen(self) -> dict[nn.Linear, Copies]:
+        """The layers to copy, or that are copied, and how."""
         model = self._model()
         alike: dict[_Kind, list[nn.Linear]] = defaultdict(list)
         for module in () if model is None else model.modules():
             if _is_large(module):
                 outputs, inputs = module.weight.shape
                 alike[module.weight.dtype, outputs, inputs].append(module)
-        layers: dict[nn.Linear, Rows] = {}
+        layers: dict[nn.Linear, Copies] = {}
         heaviest = sorted(alike, key=lambda kind: -sum(each.weight.nbytes for each in alike[kind]))
         for number, kind in enumerate(heaviest):
             alone = number < _MEASURED or kind[0] is not heaviest[0][0]
-            rows = self._rows_of(kind if alone else heaviest[0])
+            copies = self._copies_of(kind if alone else heaviest[0])
             if not alone and _width(kind) < _width(heaviest[0]):
-                rows -= {1}
-            if rows:
-                layers |= dict.fromkeys(alike[kind], rows)
+                copies = replace(copies, turned=False)
+            if copies.rows:
+                layers |= dict.fromkeys(alike[kind], copies)
         new = sum(
-            copies(rows) * layer.weight.nbytes
-            for layer, rows in layers.items()
+            copies.count * layer.weight.nbytes
+            for layer, copies in layers.items()
             if layer not in self._packed
         )
         free = free_memory(torch.device("cpu")) if new else None
         return layers if free is None or new <= free // _SHARE else {}
 
-    def _rows_of(self, kind: _Kind) -> Rows:
-        if kind not in self._rows:
-            two, few = (self._gain(kind, use) for use in _TRIED)
-            rows = set[int]()
+    def _copies_of(self, kind: _Kind) -> Copies:
+        if kind not in self._copies:
+            one, two, few = (self._gain(kind, use) for use in _TRIED)
+            packed = set[int]()
             if max(two, few) >= _GAIN:
                 least = 2 if two >= _GAIN else FEW
-                rows |= set(range(least, ROWS.stop if few >= _LITTLE else _EIGHT))
-            # No processor is known that reads others faster so.
-            is_wide = _width(kind) > 1
-            if is_wide and (not self._measured or turned_gain(*kind) >= _GAIN_OF_ONE):
-                rows.add(1)
-            self._rows[kind] = frozenset(rows)
-        return self._rows[kind]
+                packed |= set(range(least, ROWS.stop if few >= _LITTLE else _EIGHT))
+            # No processor is known that reads others faster by their columns.
+            turned = 1.0
+            if _width(kind) > 1:
+                turned = turned_gain(*kind) if self._measured else _GAIN_OF_ONE
+            if self._measured and packed and one >= _GAIN_OF_ONE and one > turned:
+                packed.add(1)
+            by_columns = 1 not in packed and turned >= _GAIN_OF_ONE
+            self._copies[kind] = Copies(frozenset(packed), turned=by_columns)
+        return self._copies[kind]
 
     def _gain(self, kind: _Kind, use: Use) -> float:
         return packed_gain(*kind, use) if self._measured else _GAIN * has_packed_products(kind[0])

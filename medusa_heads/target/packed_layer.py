@@ -5,7 +5,9 @@ Shapes: R rows of D inputs each, O outputs.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 from weakref import WeakValueDictionary, ref
 
 import torch
@@ -17,20 +19,38 @@ from medusa_heads.machine.kernels import operator, pack, packed_product, turn, t
 from medusa_heads.target.attention import is_recorded, reads_tree
 
 FEW = 4  # rows from which it pays where it does with eight; below, a measurement of two says
-Rows: TypeAlias = frozenset[int]
 
 _AT_ONCE = 1 << 20  # weights that are looked at together
 _placed: WeakValueDictionary[Any, PackedLayer] = WeakValueDictionary()  # by `_place`
 
 
-class PackedLayer:
-    """One layer's matrix, for so many rows: by columns for one, packed for several. What it was
-    packed from is known by what a product with it gives."""
+@dataclass(frozen=True)
+class Copies:
+    """How many rows a layer multiplies by which copy of its matrix."""
 
-    def __init__(self, layer: nn.Linear, rows: Rows) -> None:
-        self._layer, self.rows = ref(layer), rows  # which has this as its forward
+    packed: frozenset[int] = frozenset()
+    turned: bool = False  # one row by the columns
+
+    @property
+    def rows(self) -> frozenset[int]:
+        """That any copy multiplies."""
+        return self.packed | {1} if self.turned else self.packed
+
+    @property
+    def count(self) -> int:
+        """Matrices that a layer has besides its own."""
+        return bool(self.packed) + self.turned
+
+
+class PackedLayer:
+    """Copies of one layer's matrix. What they were made from is known by what a product with it
+    gives."""
+
+    def __init__(self, layer: nn.Linear, copies: Copies) -> None:
+        self._layer, self.copies = ref(layer), copies  # the layer has this as its forward
         self._sums_O = torch.empty(0, dtype=torch.float32, device="cpu")
-        self._matrices: dict[bool, Tensor] = {}  # for one row, and for several
+        self._packed: Tensor | None = None
+        self._turned_DO: Tensor | None = None
         self._dtype: torch.dtype | None = None
         self._known_by: tuple[Any, ...] = ()
 
@@ -48,16 +68,20 @@ class PackedLayer:
         sums_O = torch.cat([piece.float() @ ramp_D for piece in pieces])
         if self._dtype == weight_OD.dtype and _same_bits(sums_O, self._sums_O):
             return
-        matrices = {}
-        for alone in {rows == 1 for rows in self.rows}:
-            matrix = (turn if alone else pack)(weight_OD)
-            x_RD = ramp_D.sin().to(weight_OD.dtype).expand(1 if alone else FEW, -1)
-            product = (turned_product if alone else packed_product)(x_RD, matrix)
-            # A kernel that is wrong here is done without.
-            error = relative_error(product, linear(x_RD, weight_OD))
-            if error <= TOLERANCE[is_half(weight_OD.dtype)]:
-                matrices[alone] = matrix
-        self._dtype, self._sums_O, self._matrices = weight_OD.dtype, sums_O, matrices
+
+        def copied(
+            copy: Callable[[Tensor], Tensor], product: Callable[..., Tensor], rows: int
+        ) -> Tensor | None:
+            """None for a kernel that is wrong here."""
+            matrix = copy(weight_OD)
+            x_RD = ramp_D.sin().to(weight_OD.dtype).expand(rows, -1)
+            error = relative_error(product(x_RD, matrix), linear(x_RD, weight_OD))
+            return matrix if error <= TOLERANCE[is_half(weight_OD.dtype)] else None
+
+        turned_DO = copied(turn, turned_product, 1) if self.copies.turned else None
+        packed = copied(pack, packed_product, FEW) if self.copies.packed else None
+        self._dtype, self._sums_O = weight_OD.dtype, sums_O
+        self._turned_DO, self._packed = turned_DO, packed
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., O), as the layer's own forward, which any thread may ask for."""
@@ -71,16 +95,18 @@ class PackedLayer:
     def product(self, x: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
         """`linear`, by the packed matrix where there is a right one, and it pays."""
         rows = x.numel() // x.shape[-1]
-        matrix = self._matrices.get(rows == 1)  # which another thread may exchange meanwhile
+        by_columns = rows == 1 and self.copies.turned
+        # Another thread may exchange it meanwhile.
+        matrix = self._turned_DO if by_columns else self._packed
         if (
             matrix is None
             or torch.is_grad_enabled()
             or torch.is_autocast_enabled("cpu")
             or not x.dtype == weight_OD.dtype == self._dtype
-            or rows not in self.rows
+            or rows not in self.copies.rows
         ):
             return linear(x, weight_OD, bias_O)
-        multiply = turned_product if rows == 1 else packed_product
+        multiply = turned_product if by_columns else packed_product
         return multiply(x, matrix, None if bias_O is None else bias_O.contiguous())
 
     def is_of(self, weight_OD: Tensor) -> bool:
@@ -108,11 +134,6 @@ _in_graphs = operator("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
 def _place(weight_OD: Tensor) -> tuple[Any, ...]:
     """What tells a layer's weights from all others that there are now."""
     return weight_OD.data_ptr(), weight_OD.shape, weight_OD.stride(), weight_OD.dtype
-
-
-def copies(rows: Rows) -> int:
-    """Matrices that a layer has besides its own."""
-    return len({each == 1 for each in rows})
 
 
 def _same_bits(sums_O: Tensor, others_O: Tensor) -> bool:

@@ -267,3 +267,8 @@ def test_measurements_are_kept_apart(tmp_path: Path) -> None:
     assert store.read("a", {"x": 3}) is None
     store.write("a", {"x": 1}, {"value": 4})  # the last one stays
     assert store.read("a", {"x": 1}) == {"value": 4}
+
+
+def test_training_is_timed_with_rows_enough_for_autocast() -> None:
+    """Each step casts all weights, for thousands of tokens."""
+    assert module.matrices("train", Shape())[0] >= 512

@@ -21,6 +21,7 @@ from medusa_heads.target import packed as module
 from medusa_heads.target import packed_layer as layer_module
 from medusa_heads.target.graphs.compiled import CompiledTarget
 from medusa_heads.target.packed import ROWS
+from medusa_heads.target.packed_layer import Copies
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
 from tests.inference.planted import PlantedDrafter
@@ -46,8 +47,8 @@ def test_products_are_the_same(tiny_llama: TinyLlama, rows: int, with_bias: bool
         expected_1TV = target.model(ids_1T).logits
         with calls(target, rows) as made:
             got_1TV = target.model(ids_1T).logits
-        # By columns gates, what lies beside them, and the lm_head, which are wide.
-        assert len(made) == (2 * 2 + 1 if rows == 1 else MATRICES if rows in ROWS else 0)
+        # One row: wide ones by columns, and those of the second kind that is measured packed.
+        assert len(made) == (3 * 2 + 3 if rows == 1 else MATRICES if rows in ROWS else 0)
         torch.testing.assert_close(got_1TV, expected_1TV, rtol=1e-4, atol=1e-4)
         assert torch.equal(target.model(ids_1T).logits, expected_1TV)  # its own matrices again
     assert not any("forward" in vars(layer) for layer in target.model.modules())
@@ -58,7 +59,7 @@ def test_what_a_layer_reads_decides_not_what_the_forward_reads(tiny_llama: TinyL
     target = TargetModel(tiny_llama())
     with torch.no_grad(), calls(target, 8) as made:
         target.model(torch.arange(8)[None], logits_to_keep=1)
-    assert len(made) == MATRICES - 1
+    assert made == ["packed_product"] * (MATRICES - 1) + ["turned_product"]
 
 
 @pytest.mark.parametrize("tied", with_slow([True], [False]))
@@ -75,7 +76,7 @@ def test_planted_text_is_that_of_generate(tiny_llama: TinyLlama, tied: bool) -> 
     assert medusa.target.packed_bytes > 0
     # A negative control: of other weights than the model's, the text is another one.
     for packed in medusa.target.packed._packed.values():
-        packed._matrices[False] = layer_module.pack(torch.zeros_like(packed._own().weight))
+        packed._packed = layer_module.pack(torch.zeros_like(packed._own().weight))
         packed.look = lambda: None
     assert medusa.generate(**inputs).tolist() != expected_1T.tolist()
 
@@ -102,7 +103,7 @@ def test_graphs_multiply_by_the_packed_matrices_of_the_weights_as_they_are(
     assert medusa.generate(**inputs).tolist() == model.generate(**inputs).tolist()
     # A negative control: of other weights than the model's, the text is another one.
     for packed in medusa.target.packed._packed.values():
-        packed._matrices[False] = layer_module.pack(torch.zeros_like(packed._own().weight))
+        packed._packed = layer_module.pack(torch.zeros_like(packed._own().weight))
         packed.look = lambda: None
     assert medusa.generate(**inputs).tolist() != model.generate(**inputs).tolist()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
@@ -114,14 +115,14 @@ def test_inductors_graphs_do_so_as_well(tiny_llama: TinyLlama, how: Any) -> None
     inputs, expected, medusa = compiled(tiny_llama(attention_bias=True), how, "inductor")
     assert medusa.generate(**inputs).tolist() == expected
     for packed in medusa.target.packed._packed.values():
-        packed._matrices[False] = layer_module.pack(torch.zeros_like(packed._own().weight))
+        packed._packed = layer_module.pack(torch.zeros_like(packed._own().weight))
         packed.look = lambda: None
     assert medusa.generate(**inputs).tolist() != expected
 
 
 def test_weights_where_others_lay_are_multiplied_by_themselves(tiny_llama: TinyLlama) -> None:
     layer, other = (tiny_llama(seed=seed).lm_head for seed in (1, 2))
-    packed, x_8D = layer_module.PackedLayer(layer, frozenset(ROWS)), torch.randn(8, 64)
+    packed, x_8D = layer_module.PackedLayer(layer, Copies(frozenset(ROWS))), torch.randn(8, 64)
     packed.look()
     with torch.no_grad():
         torch.testing.assert_close(layer_module._linear(x_8D, layer.weight, None), layer(x_8D))
@@ -286,3 +287,14 @@ def test_an_error_leaves_the_model_as_it_was(tiny_llama: TinyLlama) -> None:
     with torch.no_grad(), pytest.raises(KeyError), calls(target, 8):
         raise KeyError
     assert not any("forward" in vars(layer) for layer in target.model.modules())
+
+
+def test_it_hangs_on_no_default_dtype(tiny_llama: TinyLlama) -> None:
+    target = TargetModel(tiny_llama())
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.no_grad(), torch.device("meta"), calls(target, 8):
+            pass
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert target.packed_bytes > 0
