@@ -169,7 +169,9 @@ def test_its_cache_is_handed_out_as_a_copy(tiny_llama: TinyLlama) -> None:
     options: Any = {"do_sample": False, "attention_mask": torch.ones_like(ids)}
     whole = model.generate(ids, max_new_tokens=40, **options)
     first: Any = medusa.generate(ids, max_new_tokens=15, return_dict_in_generate=True, **options)
+    kept = first.past_key_values.layers[0].keys.clone()
     medusa.generate(ids.flip(1), max_new_tokens=30, **options)  # overwrites the static cache
+    assert torch.equal(first.past_key_values.layers[0].keys, kept)
     options["attention_mask"] = torch.ones_like(first.sequences)
     second: Any = medusa.generate(
         first.sequences, past_key_values=first.past_key_values, max_new_tokens=25, **options
