@@ -194,6 +194,13 @@ def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled targets keep their fixed shapes, masks and caches, and are spared the seconds that
+    tracing takes: for what depends on these alone."""
+    monkeypatch.setattr("torch.compile", lambda forward, **_: forward)
+
+
+@pytest.fixture
 def split_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs attend by the kernel for GPUs, whatever is faster here."""
     import torch

@@ -22,8 +22,9 @@ def alternately(
 
 
 def with_slow(quick: Iterable[Any], slow: Iterable[Any]) -> list[Any]:
-    """The quick ones, and behind them those that are slow."""
-    return [*quick, *(pytest.param(each, marks=pytest.mark.slow) for each in slow)]
+    """The quick ones, and behind them those that are slow; a tuple is one of several names."""
+    params = [each if isinstance(each, tuple) else (each,) for each in slow]
+    return [*quick, *(pytest.param(*each, marks=pytest.mark.slow) for each in params)]
 
 
 def meeting(some: Sequence[Any], others: Sequence[Any], more: Sequence[Any]) -> list[Any]:

@@ -26,13 +26,6 @@ def no_lessons(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     monkeypatch.setattr(lessons, "measurement_folder", anew)
 
 
-@pytest.fixture
-def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled targets keep their fixed shapes, masks and caches, and are spared the seconds that
-    tracing takes: for what depends on these alone."""
-    monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
-
-
 @pytest.fixture(scope="module")
 def medusa(tiny_llama: TinyLlama) -> MedusaModel:
     """Untrained heads on a small vocabulary: now and then a draft is right."""

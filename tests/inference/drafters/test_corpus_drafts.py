@@ -76,6 +76,7 @@ def seeded(generate: Any, input_ids: Tensor, **options: Any) -> Tensor:
             {"do_sample": True, "temperature": 0.7, "top_k": 0},
             {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
         ),
+        slow=[drafter for drafter in DRAFTERS if "+" in drafter],
     ),
 )
 def test_equals_generate(varied: Any, drafter: str, options: dict[str, Any]) -> None:

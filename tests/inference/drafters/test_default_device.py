@@ -23,7 +23,7 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
     alternately(
         ["lookahead", "suffix", "heads", "draft"],
         [False, "capture", True, "steps"],
-        slow=("lookahead",),
+        slow=("lookahead", "draft"),
     ),
 )
 def test_tensors_are_made_where_the_target_lies(

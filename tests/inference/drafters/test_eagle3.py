@@ -106,7 +106,7 @@ def compared(
 
 @pytest.mark.parametrize(
     ("tree", "chunk"),
-    [pytest.param("static", None, marks=pytest.mark.slow), ("dynamic", None), ("static", 4)],
+    [("dynamic", None), *(pytest.param("static", n, marks=pytest.mark.slow) for n in (None, 4))],
 )
 def test_drafts_are_what_was_learnt(tiny_llama: TinyLlama, tree: str, chunk: int | None) -> None:
     differed = compared(tiny_llama, tree, chunk)

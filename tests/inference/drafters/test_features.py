@@ -106,8 +106,19 @@ def test_drafting_reads_what_training_does(
     reread(model, target, SHAPES[shape], ragged(), **more)
 
 
+@pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize(("shape", "view"), alternately(SHAPES, VIEWS, slow=("hydra",)))
 def test_from_a_recurrent_state_too(shape: str, view: str) -> None:
+    from_a_state(shape, view)
+
+
+@pytest.mark.slow
+def test_from_a_recurrent_state_in_a_graph() -> None:
+    view_of.cache_clear()
+    from_a_state("block", "compiled")
+
+
+def from_a_state(shape: str, view: str) -> None:
     plain = short_target("lfm2")
     layers = plain.config.num_hidden_layers
     config = SHAPES[shape] | {"features": list(range(layers))[:: layers - 1]}

@@ -157,7 +157,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in ("hydra", "prefix"))) for k in KINDS]
+    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k != "medusa")) for k in KINDS]
 )
 def test_heads_beside_the_text(model: Any, kind: str) -> None:
     asking = with_heads(model, **KINDS[kind])
@@ -176,34 +176,35 @@ def test_heads_beside_the_text(model: Any, kind: str) -> None:
         assert "step" in medusa.last_stats.seconds
 
 
-@pytest.mark.parametrize("drafter", ["auto", pytest.param("suffix", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("drafter", "padding"), alternately(("auto", "suffix"), ([0], [0, 4, 0]), slow=("suffix",))
+)
 def test_both_roads_accept_as_much(
-    model: Any, drafter: str, monkeypatch: pytest.MonkeyPatch
+    model: Any, drafter: str, padding: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a text that repeats itself, and of one that is drawn: what is learnt is learnt on both."""
     # A step begun before it is known that a text is over learns from the text's last step too.
     monkeypatch.setattr(reading, "_READ_LATE", set())
     asking = TrainingFreeModel(model, "suffix")
-    for padding in ([0], [0, 4, 0]):
-        inputs: Any = padded(padding, 12)
-        new = NEW + 14
-        greedy = reference(model, do_sample=False, max_new_tokens=new, **inputs)
-        torch.manual_seed(3)
-        drawn: Any = asking.generate(**inputs, max_new_tokens=new, **SAMPLING)
-        accepted = []
-        for whole_steps in (True, False) if padding == [0] else (True,):
-            free = TrainingFreeModel(model, drafter, compile="steps", compile_backend="eager")
-            free.target.whole_steps = whole_steps  # type: ignore[attr-defined]
-            assert isinstance(free.drafter, MergedTrees)
-            free.drafter.sizes = ()  # the other road verifies all nodes at every step
-            for options, right in (({}, greedy), (SAMPLING, drawn)):
-                made = text(free, inputs, **options, max_new_tokens=new)
-                assert torch.equal(made, right)
-                assert ("step" in free.last_stats.seconds) == whole_steps
-                accepted.append(free.last_stats.accepted)
-        if padding == [0]:
-            assert accepted[:2] == accepted[2:]
-            assert max(accepted[0]) > 0
+    inputs: Any = padded(padding, 12)
+    new = NEW + 14
+    greedy = reference(model, do_sample=False, max_new_tokens=new, **inputs)
+    torch.manual_seed(3)
+    drawn: Any = asking.generate(**inputs, max_new_tokens=new, **SAMPLING)
+    accepted = []
+    for whole_steps in (True, False) if padding == [0] else (True,):
+        free = TrainingFreeModel(model, drafter, compile="steps", compile_backend="eager")
+        free.target.whole_steps = whole_steps  # type: ignore[attr-defined]
+        assert isinstance(free.drafter, MergedTrees)
+        free.drafter.sizes = ()  # the other road verifies all nodes at every step
+        for options, right in (({}, greedy), (SAMPLING, drawn)):
+            made = text(free, inputs, **options, max_new_tokens=new)
+            assert torch.equal(made, right)
+            assert ("step" in free.last_stats.seconds) == whole_steps
+            accepted.append(free.last_stats.accepted)
+    if padding == [0]:
+        assert accepted[:2] == accepted[2:]
+        assert max(accepted[0]) > 0
 
 
 def test_the_text_alone_drafts_no_more_than_there_is_room_for(tiny_llama: TinyLlama) -> None:

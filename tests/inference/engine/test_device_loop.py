@@ -70,8 +70,9 @@ def medusa(model: Any) -> MedusaModel:
     return with_heads(model)
 
 
-@pytest.mark.parametrize("padding", BATCHES, ids=["1 row", "3 rows", "8 rows"])
-@pytest.mark.parametrize("truth", [[4], [0], [2, 0, 4, 1, 3]], ids=["right", "wrong", "both"])
+@pytest.mark.parametrize(
+    ("truth", "padding"), alternately([[4], [0], [2, 0, 4, 1, 3]], BATCHES), ids=str
+)
 def test_planted_drafts(
     model: Any, medusa: MedusaModel, padding: list[int], truth: list[int]
 ) -> None:
@@ -153,11 +154,13 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 TREES = ("chain", "7", "none", "dynamic:7")
-ALIKE = ("correction", "own matrices", "eagle3")  # others have all that they do
+# Others have all that they do.
+ALIKE = ("correction", "features", "own matrices", "eagle3", "eagle3, features")
+NEAR = (*ALIKE, "block")
 
 
 @pytest.mark.parametrize("other", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", with_slow([k for k in KINDS if k not in ALIKE], ALIKE))
+@pytest.mark.parametrize("kind", with_slow([k for k in KINDS if k not in NEAR], NEAR))
 def test_heads_of_all_kinds(model: Any, kind: str, other: bool) -> None:
     """Greedy text is that of generate(), and drawn text that of steps which ask the host."""
     medusa, inputs = with_heads(model, **KINDS[kind]), padded([0, 4, 0], 12)
@@ -204,7 +207,7 @@ def test_recycled_trees(model: Any, medusa: MedusaModel) -> None:
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the last of several is last on a CPU alone")
 @pytest.mark.parametrize(
-    ("tree", "options"), [("auto", {}), ("7", SAMPLING), ("dynamic:9", {}), ("dynamic:9", SAMPLING)]
+    ("tree", "options"), alternately(("auto", "dynamic:9", "7"), ({}, SAMPLING), slow=("7",))
 )
 def test_nothing_is_written_twice(medusa: MedusaModel, tree: str, options: Any) -> None:
     medusa.use_tree(tree)
@@ -238,10 +241,7 @@ def test_windows_and_positions_that_end(kind: str) -> None:
     assert max(medusa.last_stats.accepted) == 4
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    alternately(KINDS, ({}, SAMPLING), slow=ALIKE),
-)
+@pytest.mark.parametrize(("kind", "options"), alternately(KINDS, ({}, SAMPLING), slow=ALIKE))
 def test_drafts_are_those_of_the_other_road(model: Any, kind: str, options: dict[str, Any]) -> None:
     """Step by step, of heads in which all weights count, also those of a prefix layer."""
     heads = new_heads(model, HeadsConfig(num_heads=3, **KINDS[kind]))

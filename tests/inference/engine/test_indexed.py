@@ -24,6 +24,7 @@ from scripts.prove.tiny_models import builder, random_weights
 from tests.inference.padded import padded
 from tests.inference.planted import BUSHY
 from tests.inference.recurrent import CHAIN, planted, prompt, tiny_target, written
+from tests.pairs import with_slow
 
 TREES = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4")
 VERIFIES = {
@@ -32,8 +33,8 @@ VERIFIES = {
     "deepseek_v4": "recurrent",  # entries of several tokens
     "qwen4_exp_text": "recurrent",  # an index and linear attention
 }
-ALIKE = ("axk2", "dots3_note_text", "hy_v4")
-DRAWN = ("deepseek_v32", "minimax_m3_vl_text", "qwen4_exp_text")  # one of each way to verify
+ALIKE = ("axk2", "dots3_note_text", "glm_moe_dsa", "hy_v4", "qwen4_exp_text")
+DRAWN = ("deepseek_v32",)  # what is drawn asks the cache nothing else
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
 
@@ -41,7 +42,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, no
 @pytest.mark.parametrize(
     "kind",
     [
-        # Trees of the others are those of deepseek_v32 and glm_moe_dsa.
+        # Trees of the others are those of deepseek_v32, and of a batch of glm_moe_dsa below;
+        # an index beside a state is noticed below.
         pytest.param(kind, marks=pytest.mark.slow if kind in ALIKE else ())
         for kind in VERIFIES
     ],
@@ -59,7 +61,7 @@ def test_planted_drafts_are_token_equal(kind: str) -> None:
         assert stats.tokens_per_step > 1.5
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+@pytest.mark.parametrize("kind", with_slow(["glm_moe_dsa"], ["deepseek_v32"]))
 def test_rows_of_a_padded_batch_keep_their_own(kind: str) -> None:
     target, inputs = tiny_target(kind), padded([0, 7, 13], 21)
     expected = written(target.model, inputs)

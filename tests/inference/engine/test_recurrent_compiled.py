@@ -19,6 +19,7 @@ from medusa_heads.target.recurrent import RecurrentCache
 from tests.inference.padded import padded
 from tests.inference.planted import PlantedDrafter
 from tests.inference.recurrent import IN_GRAPHS, planted, prompt, short_target, tiny_target, written
+from tests.pairs import with_slow
 
 pytestmark = IN_GRAPHS
 
@@ -73,7 +74,7 @@ def test_rows_of_a_batch_in_one_graph(kind: str) -> None:
     assert torch.equal(planted(compiled, inputs, expected, **ends)[0], expected)
 
 
-@pytest.mark.parametrize("most", [0, 3, 12])
+@pytest.mark.parametrize("most", with_slow([0, 12], [3]))
 def test_fixed_shapes_without_a_graph(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same forwards, of every number of tokens that is read again."""
     monkeypatch.setattr(PlantedDrafter, "most_again", lambda *_: most)

@@ -32,6 +32,7 @@ from tests.inference.joining import (
 )
 from tests.inference.recurrent import CHAIN, short_target
 from tests.inference.rereading import RereadingDrafter, random_heads
+from tests.pairs import with_slow
 
 GREEDY: dict[str, Any] = {"do_sample": False}
 WARM: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_p": 0.9, "top_k": 0}
@@ -87,13 +88,8 @@ def test_rows_that_join_wrongly_are_noticed(model: Any, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Stacks, "join", join_wrongly)
     got = host(RunningBatch(target, drafter, 5), visitors)
-    whole = [guest.leaves is None for guest in visitors]
-    wrong = [
-        text != guest.expected(model)
-        for text, guest, asked in zip(got, visitors, whole, strict=True)
-        if asked
-    ]
-    assert any(wrong)
+    whole = [pair for pair in zip(got, visitors, strict=True) if pair[1].leaves is None]
+    assert any(text != guest.expected(model) for text, guest in whole)
 
 
 HEADS: dict[str, dict[str, Any]] = {
@@ -130,24 +126,26 @@ def test_heads_draft_for_rows_that_come_and_go(
     check(batch, mixed, model)
 
 
-@pytest.mark.parametrize("drafter", ["auto", "suffix", "recycling", "lookahead", "early_exit"])
+@pytest.mark.parametrize(
+    "drafter", with_slow(["auto", "recycling"], ["suffix", "lookahead", "early_exit"])
+)
 def test_drafters_without_training(tiny_llama: TinyLlama, drafter: str) -> None:
     model = tiny_llama(vocab_size=24, eos_token_id=7, pad_token_id=0).to(DEVICE)
     drafted = TrainingFreeModel(model, drafter)
-    visitors = guests(9, GREEDY, WARM, tokens=range(8, 24))
+    visitors = guests(7, GREEDY, WARM, tokens=range(8, 24))
     check(drafted.running_batch(4), visitors, drafted)
 
 
-@pytest.mark.parametrize("tree", ["auto", "chain:3", "dynamic:9", "sampled:3"])
+@pytest.mark.parametrize("tree", with_slow(["auto", "chain:3", "sampled:3"], ["dynamic:9"]))
 def test_a_draft_model(model: Any, mixed: list[Guest], tiny_llama: TinyLlama, tree: str) -> None:
     draft = tiny_llama(num_layers=1, eos_token_id=7, pad_token_id=0).to(DEVICE)
     # Drafts that are drawn keep the law of a drawn text alone, which other drafts would change.
-    own = guests(9, GREEDY, WARM, tokens=TOKENS) if tree.startswith("sampled") else mixed
+    own = guests(6, GREEDY, WARM, tokens=TOKENS) if tree.startswith("sampled") else mixed
     drafted = DraftedModel(model, draft, tree=tree)
     check(drafted.running_batch(4), own, drafted)
 
 
-@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("kind", with_slow(READERS[:1], READERS[1:]))
 def test_what_heads_read_of_a_text_is_what_they_would_read_of_it_anew(
     model: Any, kind: str
 ) -> None:
@@ -175,9 +173,7 @@ def test_a_draft_model_that_is_the_target_is_always_right(model: Any) -> None:
     assert accepted[3] >= batch.stats.steps - ends
 
 
-@pytest.mark.parametrize(
-    "kind", ["lfm2", "qwen3_next", pytest.param("falcon_h1", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("kind", with_slow(["lfm2"], ["qwen3_next", "falcon_h1"]))
 @pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
 def test_targets_with_a_recurrent_state(kind: str) -> None:
     target = short_target(kind)

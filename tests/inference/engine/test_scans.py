@@ -14,20 +14,19 @@ from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.engine.capability import capability
 from scripts.prove.tiny_models import builder
 from tests.inference.recurrent import planted, prompt, tiny_target, written
+from tests.pairs import with_slow
 
 KINDS = ("jamba", "mamba", "zamba")  # states alone; with attention; a state for each head
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
 
 
-@pytest.mark.parametrize(
-    "kind", [*KINDS, pytest.param("falcon_mamba", marks=pytest.mark.slow), "mamba2"]
-)
+@pytest.mark.parametrize("kind", with_slow(["jamba", "mamba", "mamba2"], ["falcon_mamba", "zamba"]))
 def test_planted_chains_are_token_equal(kind: str) -> None:
     target, inputs = tiny_target(kind), prompt()
     assert capability(target) == "recurrent"
     given: tuple[dict[str, Any], ...] = ({"max_new_tokens": 32},)
-    if kind in KINDS[:2]:  # the others draw from the same kinds of state
+    if kind == "mamba":  # the others draw from the same kinds of state
         given += ({"max_new_tokens": 32, "do_sample": True, "temperature": 1.3},)
     for drawn in given:
         expected = written(target.model, inputs, **drawn)
@@ -76,7 +75,7 @@ def test_states_alone_do_not_say_what_they_have_read() -> None:
         written(model, rest, cache_params=first.past_key_values)
 
 
-@pytest.mark.parametrize("kind", ["jamba", "zamba"])
+@pytest.mark.parametrize("kind", with_slow(["jamba"], ["zamba"]))
 def test_a_text_goes_on_from_a_cache_that_was_returned(kind: str) -> None:
     target, inputs = tiny_target(kind), prompt()
     expected = written(target.model, inputs)

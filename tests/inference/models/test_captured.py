@@ -193,7 +193,7 @@ def test_a_recording_that_does_something_else(
     assert torch.equal(text(medusa, inputs, **options), text(model, inputs, **options))
 
 
-@pytest.mark.parametrize("kind", with_slow(["mamba", "gpt_neo"], ["deepseek_v32"]))
+@pytest.mark.parametrize("kind", with_slow(["mamba"], ["gpt_neo", "deepseek_v32"]))
 @pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
 def test_targets_that_no_fixed_cache_is_for(kind: str) -> None:
     """They are decoded as they are."""
@@ -220,7 +220,7 @@ def test_views_of_one_model_in_two_threads(model: Any) -> None:
         right: list[bool] = []
 
         def work(medusa: MedusaModel, number: int, right: list[bool] = right) -> None:
-            for _ in range(3):
+            for _ in range(2):
                 right.append(torch.equal(text(medusa, inputs[number]), expected[number]))
 
         threads = [Thread(target=work, args=pair) for pair in ((first, 0), (second, 1))]
@@ -228,7 +228,7 @@ def test_views_of_one_model_in_two_threads(model: Any) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert right == [True] * 6
+        assert right == [True] * 4
 
 
 def test_the_model_is_not_kept(model: Any) -> None:

@@ -50,7 +50,7 @@ def medusa(model: Any) -> MedusaModel:
 
 @pytest.mark.parametrize(
     ("tree", "options"),
-    [("7", SAMPLING), ("dynamic:7", {}), ("auto", SAMPLING)],
+    [pytest.param("7", SAMPLING, marks=pytest.mark.slow), ("dynamic:7", {}), ("auto", SAMPLING)],
     ids=["7-sampled", "dynamic:7-greedy", "auto-sampled"],
 )
 def test_the_host_waits_for_nothing(
@@ -125,9 +125,9 @@ def test_one_graph_for_all_texts_of_a_shape(tiny_llama: TinyLlama) -> None:
     medusa = with_heads(model, count)
     asking = MedusaModel(model, medusa.heads, tree="none")
     texts: list[tuple[list[int], dict[str, Any]]] = [
-        ([0, 3], {"max_new_tokens": 20}),
-        ([1, 0], {"max_new_tokens": 80}),
-        ([5, 5], {"max_new_tokens": 50, "eos_token_id": [3, 5]}),
+        ([0, 3], {"max_new_tokens": 12}),
+        ([1, 0], {"max_new_tokens": 60}),
+        ([5, 5], {"max_new_tokens": 30, "eos_token_id": [3, 5]}),
     ]
     at = ({"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.1, "top_p": 0.5})
     for drawn in (False, True):
@@ -145,9 +145,8 @@ def test_one_graph_for_all_texts_of_a_shape(tiny_llama: TinyLlama) -> None:
         assert len(graphs) == 1 + drawn
 
 
-@pytest.mark.parametrize(
-    "kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("hydra", "block"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle3", "hydra", "block"])
 def test_heads_that_read_their_drafts_are_a_part_of_the_graph(
     tiny_llama: TinyLlama, kind: str
 ) -> None:
@@ -156,6 +155,7 @@ def test_heads_that_read_their_drafts_are_a_part_of_the_graph(
     assert graphs_of(medusa, 2, 20, **SAMPLING) == (True, 1, 0)
 
 
+@pytest.mark.slow
 def test_recycled_trees_are_a_part_of_the_graph(tiny_llama: TinyLlama) -> None:
     options: dict[str, Any] = {"compile": "steps", "compile_backend": "eager"}
     model = tiny_llama(num_layers=1).to(DEVICE)

@@ -15,8 +15,9 @@ from medusa_heads.inference.models.assisted import AssistedModel
 from medusa_heads.inference.models.training_free import DRAFTERS, TrainingFreeModel
 from medusa_heads.target.target import TargetModel
 from tests.conftest import DEVICE, TinyLlama
+from tests.pairs import with_slow
 
-TREES = ("auto", "5+suffix", "suffix:4", "dynamic:6", "chain")
+TREES = ("auto", "dynamic:6")
 
 
 def made(tiny_llama: TinyLlama, way: str) -> AssistedModel:
@@ -29,16 +30,21 @@ def made(tiny_llama: TinyLlama, way: str) -> AssistedModel:
 
 
 ALIKE = ("recycling:7", "heads:hydra/auto", "heads:block/auto")
+# What each of them drafts, others draft too.
+SOURCES = ("suffix", "recycling", "early_exit")
+MERGED = ("5+suffix", "suffix:4", "chain")
 
 
 @pytest.mark.parametrize(
     "way",
     [
         # Two sources, and kinds of heads, draft as each of them does.
-        *(pytest.param(way, marks=pytest.mark.slow if "+" in way else ()) for way in DRAFTERS),
-        *(f"heads:medusa/{tree}" for tree in TREES),
-        "heads:eagle3/auto",
-        *(pytest.param(way, marks=pytest.mark.slow) for way in ALIKE),
+        *(
+            pytest.param(way, marks=pytest.mark.slow if "+" in way or way in SOURCES else ())
+            for way in DRAFTERS
+        ),
+        *with_slow((f"heads:medusa/{t}" for t in TREES), (f"heads:medusa/{t}" for t in MERGED)),
+        *with_slow(["heads:eagle3/auto"], ALIKE),
     ],
 )
 def test_text_depends_on_nothing_else(

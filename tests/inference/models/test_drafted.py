@@ -28,11 +28,16 @@ def pair(tiny_llama: TinyLlama) -> tuple[Any, Any]:
     return target, draft
 
 
-SAMPLED = [("sampled:3", 4), ("sampled:3x2x1", 16)]
-
-
 @pytest.mark.parametrize(
-    ("tree", "nodes"), [("auto", 64), ("chain", 5), ("chain:2", 3), ("dynamic:9", 10), *SAMPLED]
+    ("tree", "nodes"),
+    [
+        ("auto", 64),
+        pytest.param("chain", 5, marks=pytest.mark.slow),
+        ("chain:2", 3),
+        ("dynamic:9", 10),
+        pytest.param("sampled:3", 4, marks=pytest.mark.slow),
+        ("sampled:3x2x1", 16),
+    ],
 )
 def test_the_words_for_drafts(pair: tuple[Any, Any], tree: str, nodes: int) -> None:
     target, draft = pair

@@ -59,7 +59,7 @@ def seeded(model: Any, **options: Any) -> torch.Tensor:
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "temperature": 0.7}])
 def test_equal_to_plain_generate(model: Any, folder: str, options: Any) -> None:
     expected = seeded(model, max_new_tokens=40, **options)
-    for tree in ("chain", 6, "dynamic:5"):
+    for tree in ("chain", "dynamic:5"):
         heads: dict[str, Any] = {"tree": tree, "rng": "transformers"}
         got = seeded(model, **HUB, custom_generate=folder, **heads, **options)
         assert torch.equal(got, expected)

@@ -24,7 +24,7 @@ from tests.inference.recurrent import repeating, short_target, written
 
 PADDING = [0, 3, 5]
 DRAFTERS = ("auto", "suffix", "lookahead", "static:7", "prefix", "block")
-ALIKE = ("suffix", "lookahead")
+ALIKE = ("suffix", "lookahead", "static:7", "prefix")
 LATE: Any = {"compile": "auto", "compile_backend": "eager"}
 
 

@@ -52,8 +52,8 @@ def test_a_prompt_that_is_read_in_parts_is_not_compiled(medusa: MedusaModel) -> 
 
 def test_a_cache_is_as_long_as_its_text_may_become(medusa: MedusaModel) -> None:
     options: Any = {"do_sample": False, "return_dict_in_generate": True}
-    out: Any = medusa.generate(**INPUTS, max_new_tokens=300, **options)
-    assert out.past_key_values._stacks.capacity == 12 + 300 + medusa.drafter.num_nodes
+    out: Any = medusa.generate(**INPUTS, max_new_tokens=150, **options)
+    assert out.past_key_values._stacks.capacity == 12 + 150 + medusa.drafter.num_nodes
     cache = medusa.target.new_cache()
     for new in (20, 40):
         medusa.generate(**INPUTS, max_new_tokens=new, past_key_values=cache, **options)
@@ -66,8 +66,8 @@ def test_transformers_goes_on_from_a_cache_that_grew_while_decoding(
 ) -> None:
     monkeypatch.setattr("medusa_heads.target.stacks._INITIAL_SLACK", 16)
     options: Any = {"do_sample": False, "return_dict_in_generate": True}
-    first: Any = medusa.generate(**INPUTS, max_new_tokens=300, **options)
-    assert first.past_key_values._stacks.capacity == 12 + 300 + medusa.drafter.num_nodes
+    first: Any = medusa.generate(**INPUTS, max_new_tokens=100, **options)
+    assert first.past_key_values._stacks.capacity == 12 + 100 + medusa.drafter.num_nodes
     model: Any = medusa.target.model
     second = model.generate(
         first.sequences,

@@ -18,6 +18,7 @@ from tests.inference.padded import padded
 from tests.inference.processor_kinds import Matcher
 from tests.inference.recurrent import prompt, repeating, short_target, tiny_target, written
 from tests.inference.speaking import make_tokenizer
+from tests.pairs import with_slow
 
 KINDS = ("qwen3_next", "falcon_h1", "lfm2")
 
@@ -52,7 +53,7 @@ WAYS: dict[str, Callable[[str], Any]] = {
 }
 
 
-ALIKE = ("eagle3 and text", "always the same", "draft model", "adaptive")
+QUICK = ("heads", "heads and text", "text")  # the others as they do, or in batches below
 
 
 @pytest.mark.parametrize("other", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -60,7 +61,7 @@ ALIKE = ("eagle3 and text", "always the same", "draft model", "adaptive")
     ("way", "kind"),
     [
         # Layers, and heads beside the text, draft in other ways too.
-        pytest.param(way, KINDS[i % 3], marks=pytest.mark.slow if way in ALIKE else ())
+        pytest.param(way, KINDS[i % 3], marks=() if way in QUICK else pytest.mark.slow)
         for i, way in enumerate(WAYS)
     ],
 )
@@ -157,7 +158,7 @@ def test_stop_strings_and_streamers() -> None:
     assert streamer.tokens == [*expected[0].tolist(), -1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", with_slow(KINDS[2:], KINDS[:2]))
 def test_a_text_goes_on_from_its_own_cache(kind: str) -> None:
     model, inputs = with_heads(kind), prompt()
     whole = written(model.target.model, inputs)

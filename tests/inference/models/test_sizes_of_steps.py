@@ -41,8 +41,7 @@ class InTurns:
         self.read.append((size, accepted))
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("options", [{}, SAMPLING], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(("options", "late"), alternately(({}, SAMPLING), (False, True)))
 def test_another_number_of_nodes_at_every_step(
     tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], late: bool
 ) -> None:
@@ -139,9 +138,13 @@ def test_each_number_of_nodes_is_one_graph_for_two_thousand_tokens(
     assert counters["unique_graphs"] <= 2 * graphs.graphs
 
 
+TREES = ("7", "auto", "dynamic:9")
+
+
 @pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize(
-    ("tree", "options"), alternately(("7", "auto", "dynamic:9"), ({}, SAMPLING), slow=("auto",))
+    ("tree", "options"),
+    alternately(TREES, ({}, SAMPLING), slow=TREES[1:]),
 )
 def test_any_device_may_be_the_default(
     tree: str, options: dict[str, Any], tiny_llama: TinyLlama

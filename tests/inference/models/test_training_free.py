@@ -31,6 +31,8 @@ from tests.inference.padded import padded
 from tests.inference.reference import reference
 from tests.pairs import alternately, with_slow
 
+PAIRED = ("lookahead+suffix", "early_exit+suffix")
+
 
 @pytest.fixture(scope="module")
 def model(tiny_llama: TinyLlama) -> Any:
@@ -62,6 +64,7 @@ def cheap_nodes(monkeypatch: pytest.MonkeyPatch, measured: Path) -> None:
             {"do_sample": True, "temperature": 0.3, "top_k": 0},
             {"do_sample": False, "repetition_penalty": 1.2},
         ),
+        slow=PAIRED,  # two that are alone in quick ones
     ),
 )
 def test_equals_generate(model: Any, drafter: str, options: dict[str, Any]) -> None:
@@ -78,7 +81,9 @@ def test_equals_generate(model: Any, drafter: str, options: dict[str, Any]) -> N
         assert drafted.last_stats.tokens_per_step > 1.2
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    "drafter", with_slow((each for each in DRAFTERS if each not in PAIRED), PAIRED)
+)
 def test_rows_of_a_batch_equal_generate(model: Any, drafter: str) -> None:
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
     options |= padded((0, 3, 7, 1, 5), 10) | {"max_new_tokens": 40}

@@ -32,8 +32,8 @@ pytestmark = [
 ]
 
 
-# Heads that learn otherwise, or read what those of another kind read.
-ALIKE = ("own matrices", "features", "eagle3", "eagle3, norm_output")
+# Heads that draft as another kind does, or whose steps on the device another test compares.
+ALIKE = tuple(kind for kind in KINDS if kind not in ("medusa", "prefix", "block"))
 FEW: dict[str, Any] = {"max_new_tokens": 12}  # a CPU does one operation after the other again
 # A whole step is recorded; and forwards alone, where the step asks the host.
 HOW: list[dict[str, Any]] = [{}, {"no_repeat_ngram_size": 2}]
@@ -76,7 +76,7 @@ def test_all_kinds_of_heads(model: Any, kind: str, drawn: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "drafter", with_slow(["auto", "recycling"], ["recycling:5", "suffix", "lookahead"])
+    "drafter", with_slow(["recycling"], ["auto", "recycling:5", "suffix", "lookahead"])
 )
 def test_without_training(model: Any, drafter: str) -> None:
     free, plain = TrainingFreeModel(model, drafter), TrainingFreeModel(model, compile=False)
@@ -86,7 +86,9 @@ def test_without_training(model: Any, drafter: str) -> None:
         assert torch.equal(text(free, inputs, **options), text(plain, inputs, **options))
 
 
-@pytest.mark.parametrize(("tree", "drawn"), alternately(("chain:3", "auto"), (True, False)))
+@pytest.mark.parametrize(
+    ("tree", "drawn"), alternately(("auto", "chain:3"), (False, True), slow=("chain:3",))
+)
 def test_a_draft_model(model: Any, tiny_llama: TinyLlama, tree: str, drawn: bool) -> None:
     draft, options = tiny_llama(num_layers=1).to(DEVICE), FEW | (SAMPLING if drawn else {})
     drafted, plain = DraftedModel(model, draft, tree=tree), uncaptured(with_heads(model))
@@ -140,7 +142,7 @@ def test_a_recording_serves_all_texts_of_its_shapes(model: Any, recorded: list[A
     assert len(recorded) == 3
 
 
-@pytest.mark.parametrize("options", HOW, ids=["step", "forward"])
+@pytest.mark.parametrize("options", with_slow(HOW[:1], HOW[1:]), ids=["step", "forward"])
 def test_weights_may_change(
     model: Any, recorded: list[Any], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
@@ -167,7 +169,7 @@ def test_weights_may_change(
 
 
 @pytest.mark.parametrize(
-    ("change", "options"), alternately(("adapter", "hook", "method"), HOW, slow=("hook",))
+    ("change", "options"), alternately(("adapter", "hook", "method"), HOW, slow=("hook", "method"))
 )
 def test_the_model_may_change(model: Any, change: str, options: dict[str, Any]) -> None:
     """Between texts, by what is no weight."""
@@ -194,7 +196,8 @@ def test_the_model_may_change(model: Any, change: str, options: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(
-    ("what", "options"), alternately(("method", "class", "setting", "function"), HOW)
+    ("what", "options"),
+    alternately(("method", "setting", "class", "function"), HOW, slow=("class", "function")),
 )
 def test_what_is_exchanged_and_gone(model: Any, what: str, options: dict[str, Any]) -> None:
     """So that another may lie where it lay."""
@@ -234,9 +237,9 @@ def test_new_kinds_of_processors_leave_others(model: Any, recorded: list[Any]) -
 @pytest.mark.parametrize(
     ("tree", "options"),
     [
-        pytest.param("auto", {}, marks=pytest.mark.slow),
         ("7", SAMPLING),
-        ("7", {"no_repeat_ngram_size": 2}),
+        pytest.param("auto", {}, marks=pytest.mark.slow),
+        pytest.param("7", {"no_repeat_ngram_size": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_compiled_parts(deep: Any, tree: str, options: dict[str, Any]) -> None:
@@ -257,7 +260,9 @@ def test_compiled_parts(deep: Any, tree: str, options: dict[str, Any]) -> None:
     assert made and bool(steps) == whole and all(one.serves and one.is_last for one in steps)
 
 
-@pytest.mark.parametrize(("fails", "options"), alternately(("compiling", "recording"), HOW))
+@pytest.mark.parametrize(
+    ("fails", "options"), alternately(("compiling", "recording"), HOW, slow=("recording",))
+)
 def test_parts_that_cannot_be_compiled(deep: Any, fails: str, options: dict[str, Any]) -> None:
     """Their kernels stay as they are, recorded."""
 

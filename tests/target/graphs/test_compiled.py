@@ -113,6 +113,7 @@ def check(model: Any, medusa: MedusaModel, ids: Any, mask: Any, new: int, **opti
     assert torch.equal(medusa.generate(ids, **inputs), model.generate(ids, **inputs))  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize(
     "kind", [{"prefix_attention": True}, {"kind": "block"}, {"kind": "eagle3"}]
 )
@@ -156,6 +157,7 @@ def test_hidden_states_outlive_the_next_step(tiny_llama: TinyLlama) -> None:
     assert all(torch.equal(given, then) for given, then in kept)
 
 
+@pytest.mark.usefixtures("untraced")
 def test_its_cache_is_handed_out_as_a_copy(tiny_llama: TinyLlama) -> None:
     model = tiny_llama(vocab_size=24, num_layers=1)
     medusa = MedusaModel(
@@ -278,6 +280,7 @@ def test_the_hook_leaves_with_its_target(tiny_llama: TinyLlama) -> None:
     assert not model.lm_head._forward_pre_hooks
 
 
+@pytest.mark.usefixtures("untraced")
 def test_a_model_whose_dtype_changes_gets_another_cache(tiny_llama: TinyLlama) -> None:
     model: Any = tiny_llama(num_layers=1)
     target = CompiledTarget(model, "eager")

@@ -37,6 +37,7 @@ from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from medusa_heads.training.runs.pruned_target import begin_draft
 from medusa_heads.training.runs.resumable import last_checkpoint
 from medusa_heads.training.runs.trainer import TaughtTrainer
+from tests.pairs import with_slow
 from tests.training.joint_cases import SMALL
 from tests.training.loss_cases import random_heads
 
@@ -225,7 +226,7 @@ def draft_arguments(folder: Path, steps: int = 40, rate: float | None = None) ->
 
 @pytest.mark.parametrize(
     ("rate", "divergence"),
-    [(5.0, "forward_kl"), (None, "cross_entropy")],
+    [(5.0, "forward_kl"), pytest.param(None, "cross_entropy", marks=pytest.mark.slow)],
 )
 def test_a_run_that_makes_a_draft_model_worse_stops_with_a_sentence(
     rate: float | None, divergence: Any, target: TargetModel, make_rows: Rows, tmp_path: Path
@@ -264,7 +265,7 @@ def test_a_resumed_run_knows_what_its_draft_model_began_as(
     assert first is not None and again is not None and torch.equal(first, again)
 
 
-@pytest.mark.parametrize("parts", [{}, {"prefix_attention": True}], ids=["plain", "prefix"])
+@pytest.mark.parametrize("parts", with_slow([{}], [{"prefix_attention": True}]), ids=str)
 def test_checkpoints_from_before_parts_had_rates_of_their_own(
     parts: dict[str, Any],
     target: TargetModel,

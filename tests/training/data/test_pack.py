@@ -23,7 +23,7 @@ from medusa_heads.training.data.pack import (
 from medusa_heads.training.data.prepare import collate
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from tests.inference.recurrent import KINDS, tiny_target
-from tests.pairs import alternately
+from tests.pairs import alternately, with_slow
 from tests.training.packing import packed_rows
 
 Rows = Callable[..., Dataset]
@@ -137,7 +137,7 @@ def test_hidden_states_are_those_of_each_document_alone(kind: str, make_rows: Ro
         )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", with_slow(KINDS[3::4], KINDS[:3] + KINDS[4:7]))
 def test_a_state_that_runs_on_into_the_next_document_is_caught(kind: str) -> None:
     with pytest.raises(
         ValueError, match=rf"see each other in this target \({kind}, .*leave packing"

@@ -18,7 +18,7 @@ from medusa_heads.training.data.prepare import TrainingData
 from medusa_heads.training.data.prepared import INDEX_FILE, prepared
 from medusa_heads.training.data.tokeniser import Tokeniser
 from tests.killed import dies
-from tests.pairs import alternately
+from tests.pairs import alternately, with_slow
 from tests.training import templates
 from tests.training.packing import prepare, table
 
@@ -84,7 +84,7 @@ def test_what_rows_hang_on_is_prepared_anew(
     assert count(eval_rows=3) == 0 and count(packing=True) == 0 and count() == 0
 
 
-@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("saved", with_slow([True], [False]))
 def test_a_table_that_changed_under_its_fingerprint_is_prepared_anew(
     saved: bool, wide: TargetModel, tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -147,6 +147,7 @@ def whole(
     alternately(
         ("part.arrow", "known.arrow", "facts.json", "bins.arrow", INDEX_FILE),
         ("cut", "flipped", "gone"),
+        slow=("known.arrow", "bins.arrow"),
     ),
 )
 def test_damaged_files_are_noticed_and_made_anew(

@@ -157,6 +157,7 @@ def plain_hash(rows: Rows) -> str:
     return digest.hexdigest()
 
 
+ALIKE = ("completion", "LLAMA3", "MISTRAL", "GEMMA")
 KINDS = ["text", "completion", "tokens", "CHATML", "LLAMA3", "MISTRAL", "GEMMA", "THINKING"]
 
 
@@ -167,7 +168,7 @@ KINDS = ["text", "completion", "tokens", "CHATML", "LLAMA3", "MISTRAL", "GEMMA",
         pytest.param(kind, packing, marks=marks)
         for i, kind in enumerate(KINDS)
         for packing in (False, True)
-        for quick in [packing != (i % 4 == 0) and kind not in ("MISTRAL", "GEMMA")]
+        for quick in [packing != (i % 4 == 0) and kind not in ALIKE]
         for marks in [[] if quick else [pytest.mark.slow]]
     ],
 )

@@ -59,7 +59,7 @@ def test_a_stream_holds_out_its_first_documents_and_never_ends(
     assert "cut_documents" not in record["corpora"][0]
 
 
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("packing", with_slow([False], [True]))
 def test_no_share_of_a_stream_has_held_out_documents(target: TargetModel, packing: bool) -> None:
     """accelerate gives each process some of the shards, and so do loaders their workers."""
     data = stream(target, None, sharded([0, 1, 2, 3]), eval_rows=8, packing=packing)

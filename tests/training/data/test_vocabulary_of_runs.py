@@ -85,7 +85,11 @@ def train(large: TargetModel, tmp_path: Path) -> Train:
         pytest.param(
             {"kind": "hydra", "vocab_matrix": "own"}, "cross_entropy", marks=pytest.mark.slow
         ),
-        ({"kind": "block", "features": [0], "correction_rank": 4}, "cross_entropy"),
+        pytest.param(
+            {"kind": "block", "features": [0], "correction_rank": 4},
+            "cross_entropy",
+            marks=pytest.mark.slow,
+        ),
         ({"kind": "eagle3", "vocab_matrix": "own"}, "total_variation"),
     ],
     ids=["medusa", "prefix, corrected", "hydra, own", "block", "eagle3, own"],

@@ -22,6 +22,7 @@ from medusa_heads.training.measure import calibration
 from medusa_heads.training.measure.calibration import calibrate, measure_heads
 from medusa_heads.trees.statistics import HeadStatistics
 from tests.conftest import TinyLlama
+from tests.pairs import with_slow
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.6])
@@ -75,9 +76,7 @@ def test_a_child_that_ignores_its_parent_is_not_calibrated(tiny_llama: TinyLlama
     assert error() > 0.1
 
 
-@pytest.mark.parametrize(
-    "kind", ["medusa", pytest.param("hydra", marks=pytest.mark.slow), "block", "eagle3"]
-)
+@pytest.mark.parametrize("kind", with_slow(["block"], ["medusa", "hydra", "eagle3"]))
 def test_measured_from_anywhere_as_after_training(
     tiny_llama: TinyLlama, kind: HeadsKind, tmp_path: Path
 ) -> None:

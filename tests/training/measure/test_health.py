@@ -37,7 +37,7 @@ def learnt(target: TargetModel, make_rows: Rows) -> TargetModel:
         ids_BT = torch.tensor(make_rows(64)["input_ids"])
         target.model.requires_grad_(True)
         optimiser = torch.optim.AdamW(target.model.parameters(), lr=1e-2)
-        for _ in range(80):
+        for _ in range(60):
             target.model(input_ids=ids_BT, labels=ids_BT).loss.backward()
             optimiser.step()
             optimiser.zero_grad()

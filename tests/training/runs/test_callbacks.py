@@ -21,6 +21,7 @@ from medusa_heads.training.runs.callbacks import Interruptions
 from medusa_heads.training.runs.heads import train_heads
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from medusa_heads.training.runs.resumable import is_whole, last_checkpoint
+from tests.pairs import with_slow
 from tests.training.runs.test_heads import quick
 
 Rows = Callable[..., Dataset]
@@ -32,8 +33,7 @@ def measured(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("metric", "save_steps"),
-    [("tokens_per_step_32", 2), pytest.param("loss", 2, marks=pytest.mark.slow), ("loss", 12)],
+    ("metric", "save_steps"), with_slow([("loss", 12)], [("loss", 2), ("tokens_per_step_32", 2)])
 )
 def test_the_final_heads_are_the_best_ones(
     metric: str, save_steps: int, target: TargetModel, make_rows: Rows, tmp_path: Path
@@ -127,7 +127,7 @@ def test_a_run_goes_on_exactly_from_best_heads_between_two_checkpoints(
     assert all(torch.equal(expected[name], heads[name]) for name in expected)
 
 
-@pytest.mark.parametrize("killed", [False, True], ids=["at once", "twice"])
+@pytest.mark.parametrize("killed", with_slow([True], [False]), ids=["twice", "at once"])
 def test_a_run_that_goes_on_in_another_folder_knows_its_best_heads(
     killed: bool, target: TargetModel, make_rows: Rows, tmp_path: Path
 ) -> None:

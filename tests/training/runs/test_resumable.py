@@ -1,5 +1,6 @@
 """Checkpoints: whole or known not to be, and never those of another run."""
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -32,19 +33,37 @@ from tests.training.runs.test_heads import quick
 Rows = Callable[..., Dataset]
 
 
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[DraftHeads]]:
+    """What the first run of most of these tests left, and the heads that it trained."""
+    return tmp_path_factory.mktemp("usual") / "run", []
+
+
 @pytest.fixture
-def run(target: TargetModel, make_rows: Rows, tmp_path: Path) -> Callable[..., DraftHeads]:
-    """Six steps with a checkpoint after each second; further arguments are train_heads'."""
+def run(
+    target: TargetModel, make_rows: Rows, tmp_path: Path, usual: tuple[Path, list[DraftHeads]]
+) -> Callable[..., DraftHeads]:
+    """Six steps with a checkpoint after each second; further arguments are train_heads'. One from
+    the start without any is made once, and copied where it would be made again."""
+    left, made = usual
 
     def go(
         folder: str = "run", rows: Dataset | None = None, steps: int = 6, **more: Any
     ) -> DraftHeads:
+        if (rows, steps, more) == (None, 6, {}) and not (tmp_path / folder).exists():
+            if not made:
+                made.append(train(left, None, 6))
+            shutil.copytree(left, tmp_path / folder)  # with the times of its files
+            return copy.deepcopy(made[0])
+        return train(tmp_path / folder, rows, steps, **more)
+
+    def train(output: Path, rows: Dataset | None, steps: int, **more: Any) -> DraftHeads:
         settings = {"save_steps": 2, "save_total_limit": None, "load_best_model_at_end": False}
         return train_heads(
             target,
             make_rows(20) if rows is None else rows,
             eval_dataset=make_rows(4, seed=7),
-            output_dir=tmp_path / folder,
+            output_dir=output,
             training_args=quick(tmp_path, steps, **settings),
             **{"config": HeadsConfig(num_heads=2), **more},
         )

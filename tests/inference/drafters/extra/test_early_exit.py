@@ -28,7 +28,7 @@ from tests.inference.drafters.extra.thinned import STEPS, drafted, layered, read
 from tests.inference.drafters.growing import grow
 from tests.inference.padded import padded
 from tests.inference.reference import reference
-from tests.pairs import alternately
+from tests.pairs import alternately, with_slow
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 50, "pad_token_id": 0}
 
@@ -222,7 +222,7 @@ OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:bloom verifies a chain")
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("kind", with_slow(["gpt2", "bloom"], ["mixtral"]))
 def test_other_architectures(kind: str) -> None:
     made_by, sizes = OTHERS[kind]
     config = made_by(vocab_size=24, bos_token_id=None, eos_token_id=None, **sizes)

@@ -34,9 +34,14 @@ def model(tiny_llama: TinyLlama) -> Any:
     return layered(tiny_llama)
 
 
-def test_agreement_is_that_of_first_drafted_tokens(model: Any) -> None:
+@pytest.fixture(scope="module")
+def mine_BT(model: Any) -> torch.Tensor:
+    return own_text(TargetModel(model))
+
+
+def test_agreement_is_that_of_first_drafted_tokens(model: Any, mine_BT: torch.Tensor) -> None:
     """All positions in one forward say what drafting at each of them says."""
-    target, text_BT = TargetModel(model), own_text(TargetModel(model))[:2, :20]
+    target, text_BT = TargetModel(model), mine_BT[:2, :20]
     skipped = (1, 3)
     hits = []
     for length in range(3, 20):
@@ -107,9 +112,8 @@ def test_text_of_ones_own_is_calibration_of_its_own(model: Any) -> None:
 
 
 def test_text_of_ones_own_heeds_no_settings_of_calls(
-    model: Any, monkeypatch: pytest.MonkeyPatch
+    model: Any, mine_BT: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual_BT = own_text(TargetModel(model))
     monkeypatch.setattr(model.generation_config, "return_dict_in_generate", True)
     monkeypatch.setattr(model.generation_config, "stop_strings", ["."])
-    assert torch.equal(own_text(TargetModel(model)), usual_BT)
+    assert torch.equal(own_text(TargetModel(model)), mine_BT)

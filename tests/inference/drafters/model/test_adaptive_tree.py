@@ -71,7 +71,7 @@ def drafts_of(
         trees.append(tree)
         return verify(tree, *others)
 
-    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 300, **options}
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 220, **options}
     with monkeypatch.context() as patch:
         patch.setattr(model.target, "verify", noted)
         model.generate(torch.tensor([[5, 6, 7, 8]]).to(DEVICE), **settings)

@@ -108,7 +108,7 @@ def drafts(target: Any, pruned: TargetModel, tiny_llama: TinyLlama) -> dict[str,
         pytest.param(draft, SHAPES[name], marks=marks, id=f"{draft}-{name}")
         for i, draft in enumerate(("itself", "near", "pruned", "stranger"))
         for j, name in enumerate(SHAPES)
-        for marks in [[] if (i + j) % 2 == 0 and draft != "pruned" else [pytest.mark.slow]]
+        for marks in [[] if (i + j) % 2 == 0 and i in (0, 3) else [pytest.mark.slow]]
     ],
 )
 def test_equal_to_generate(
@@ -164,19 +164,19 @@ class Checked(Drafter):
 def checked_run(target: Any, draft: TargetModel, shape: dict[str, Any], batch: int) -> list[float]:
     inputs = prompts(batch)
     checked = Checked(DraftModelDrafter(draft, VOCAB, **shape), draft, inputs["attention_mask"])
-    generate(target, checked, inputs, do_sample=False, max_new_tokens=16)
+    generate(target, checked, inputs, do_sample=False, max_new_tokens=12)
     return checked.errors
 
 
 @pytest.mark.parametrize(
     ("window", "shape", "batch"),
     [
-        # Any two of these meet in a quick one.
+        # Each of the first two is in a quick one.
         pytest.param(window, SHAPES[name], batch, marks=marks, id=f"{window}-{name}-{batch}")
         for i, window in enumerate((None, 16))
         for j, name in enumerate(SHAPES)
         for k, batch in enumerate((1, 4))
-        for marks in [[] if (i + j + k) % 2 == 1 else [pytest.mark.slow]]
+        for marks in [[] if i == j and k else [pytest.mark.slow]]
     ],
 )
 def test_proposals_are_those_of_the_draft_model_without_a_cache(

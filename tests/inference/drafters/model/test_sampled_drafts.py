@@ -100,7 +100,7 @@ def p_value(
     steps = tokens = 0
     torch.manual_seed(0)
     for _ in range(samples // rows):
-        out: Any = model.generate(**prompts(rows), do_sample=True, max_new_tokens=5, **options)
+        out: Any = model.generate(**prompts(rows), do_sample=True, max_new_tokens=4, **options)
         second_B, third_B = out[:, len(PROMPT) + 1].cpu(), out[:, len(PROMPT) + 2].cpu()
         counts_C += torch.bincount(second_B * VOCAB + third_B, minlength=VOCAB * VOCAB)
         steps += model.last_stats.steps
@@ -193,7 +193,7 @@ class ForgetsWhatWasDrawn(RejectionSampling):
 @pytest.mark.parametrize(
     ("rule", "tree", "samples"),
     [
-        (AcceptsWhereLikelier, "sampled:3", 1500),
+        (AcceptsWhereLikelier, "sampled:3", 750),
         (ResamplesFromTheTarget, "sampled:3", 1500),
         (ForgetsWhatWasDrawn, "sampled:3x2", 3000),
         pytest.param(ForgetsWhatWasDrawn, "adaptive", 4000, marks=pytest.mark.slow),

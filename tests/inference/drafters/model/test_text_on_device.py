@@ -51,7 +51,7 @@ def drafted_by(model: Any, draft: Any, tree: str, backend: Any = "eager") -> Dra
 @pytest.mark.parametrize(
     ("tree", "padding"),
     [
-        ("chain:1", PADDING[1]),
+        pytest.param("chain:1", PADDING[1], marks=pytest.mark.slow),
         ("chain:4", PADDING[1]),
         pytest.param("chain:4", PADDING[0], marks=pytest.mark.slow),
         ("sampled:3", PADDING[0]),

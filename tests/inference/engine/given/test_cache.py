@@ -14,14 +14,16 @@ from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
 from tests.inference.conftest import INPUTS, plain
 from tests.inference.recurrent import prompt, short_target, tiny_target, written
+from tests.pairs import alternately
 
 
 def whole_text(ids_1T: Tensor) -> dict[str, Any]:
     return {"input_ids": ids_1T, "attention_mask": torch.ones_like(ids_1T), "do_sample": False}
 
 
-@pytest.mark.parametrize("with_config", [True, False])
-@pytest.mark.parametrize("through_the_door", [True, False])
+@pytest.mark.parametrize(
+    ("with_config", "through_the_door"), alternately((True, False), (True, False))
+)
 def test_it_is_filled_as_transformers_fills_it(
     medusa: MedusaModel, with_config: bool, through_the_door: bool
 ) -> None:

@@ -26,6 +26,7 @@ from tests.conftest import DEVICE, TinyLlama
 from tests.inference.joining import Guest, PlantedOfPrompt, check, host
 from tests.inference.recurrent import CHAIN, short_target
 from tests.inference.rereading import random_heads
+from tests.pairs import with_slow
 
 PLENTY = 10**9
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
@@ -123,7 +124,7 @@ def test_rows_of_another_text_would_be_noticed(model: Any, monkeypatch: pytest.M
     assert host(RunningBatch(target, drafter, 2, kept_bytes=PLENTY), visitors) != expected
 
 
-@pytest.mark.parametrize("heads", ["prefix", "eagle3"])
+@pytest.mark.parametrize("heads", with_slow(["prefix"], ["eagle3"]))
 def test_heads_that_read_the_text(model: Any, heads: str) -> None:
     """They know what is read of a prompt alone, and the text stays."""
     configs: dict[str, dict[str, Any]] = {
@@ -136,7 +137,7 @@ def test_heads_that_read_the_text(model: Any, heads: str) -> None:
     check(medusa.running_batch(2, kept_bytes=PLENTY), visitors, model)
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "deepseek_v3", "gpt2", "mllama"])
+@pytest.mark.parametrize("kind", with_slow(["gemma2", "gpt2", "mllama"], ["deepseek_v3"]))
 def test_other_architectures(kind: str) -> None:
     """Windows, keys that are values too, learnt positions, layers that read images alone."""
     target = TargetModel(builder(kind)((0.15, 0.15)))
