@@ -20,7 +20,8 @@ from tests.inference.speaking import FORGETFUL, TEMPLATE, make_tokenizer
         ("lfm2", TEMPLATE, True),
         ("lfm2", FORGETFUL, False),
         pytest.param("jamba", TEMPLATE, True, marks=pytest.mark.slow),
-        ("mamba", TEMPLATE, False),  # without attention nothing says how much was read
+        # Without attention nothing says how much was read.
+        pytest.param("mamba", TEMPLATE, False, marks=pytest.mark.slow),
     ],
 )
 def test_a_state_serves_the_next_turn_where_that_goes_on_from_it(

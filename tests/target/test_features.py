@@ -20,6 +20,7 @@ from medusa_heads.target.graphs.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import chain_shape
 from tests.conftest import TinyLlama
+from tests.pairs import with_slow
 
 IDS_BT = torch.arange(20).view(2, 10)
 
@@ -39,7 +40,7 @@ def model(tiny_llama: TinyLlama) -> Any:
 @pytest.fixture
 def short(tiny_llama: TinyLlama) -> Any:
     """Each of whose layers takes time to trace."""
-    return tiny_llama(num_hidden_layers=3)
+    return tiny_llama(num_hidden_layers=2)
 
 
 def test_forwards_of_other_threads_are_neither_read_nor_changed(model: Any) -> None:
@@ -146,15 +147,24 @@ def verify(target: TargetModel, past: int = 6) -> None:
     state.verify(target, chain_shape(10 - past).tree(ids_1T[:, past:]))
 
 
-@pytest.mark.parametrize("used_before", [pytest.param(False, marks=pytest.mark.slow), True])
+FEATURES = [[0], [1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("layers", "used_before", "features"),
+    with_slow([(2, True, FEATURES[:1])], [(3, True, FEATURES), (3, False, FEATURES)]),
+)
 @torch.no_grad()
-def test_compiled_views_of_one_model(short: Any, used_before: bool) -> None:
+def test_compiled_views_of_one_model(
+    tiny_llama: TinyLlama, layers: int, used_before: bool, features: list[list[int]]
+) -> None:
     """Each with its own features, whichever was compiled first, reading or not."""
+    short: Any = tiny_llama(num_hidden_layers=layers)
     plain = CompiledTarget(short, "eager")
     if used_before:
         verify(plain)
-    views = [plain, plain.with_features([0]), plain.with_features([1, 0])]
-    assert plain.with_features([0]) is views[1]  # whose graphs are made once
+    views = [plain, *map(plain.with_features, features)]
+    assert plain.with_features(features[0]) is views[1]  # whose graphs are made once
     for _ in range(2):
         for view in views:
             with view.capture_hidden() as last_hidden:

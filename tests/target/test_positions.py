@@ -31,7 +31,9 @@ from tests.conftest import DEVICE, TinyLlama
 from tests.inference.planted import PlantedDrafter
 
 # Of all ways to attend to queries that are scaled, each is quick once.
-QUICKLY = [("sdpa", False, 1), ("eager", False, 3), ("eager", "capture", 1), ("sdpa", True, 3)]
+from tests.pairs import with_slow
+
+QUICKLY = [("sdpa", False, 1), ("eager", "capture", 1), ("sdpa", True, 3)]
 LIMIT = 40  # beyond what a target is tried with
 FLOOR = 48  # slots that Llama 4 scales alike: more than targets are tried with
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
@@ -73,14 +75,9 @@ def tiny(kind: str) -> Any:
         experts: Any = {"intermediate_size_mlp": 64, "num_local_experts": 2, "head_dim": 16}
         model = Llama4ForCausalLM(Llama4TextConfig(**SIZES, **scales, **experts))
     else:
-        small: Any = {
-            "n_embd": 64,
-            "n_layer": 2,
-            "n_head": 4,
-            "vocab_size": 97,
-            "n_positions": LIMIT,
-        }
-        model = GPT2LMHeadModel(GPT2Config(**small, bos_token_id=None, eos_token_id=None))
+        small: Any = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": LIMIT}
+        small |= {"vocab_size": 97, "bos_token_id": None, "eos_token_id": None}
+        model = GPT2LMHeadModel(GPT2Config(**small))
     with torch.random.fork_rng():
         torch.manual_seed(0)
         random_weights(model, (0.15, 0.15))
@@ -111,7 +108,7 @@ def drafted(model: Any, ids_BT: Tensor, expected: Tensor, **options: Any) -> tup
 
 
 @pytest.mark.parametrize("kind", [PHI3, "longrope", "dynamic"])
-@pytest.mark.parametrize("length", [5, LIMIT - 1, LIMIT, LIMIT + 1, LIMIT + 6])
+@pytest.mark.parametrize("length", with_slow([5, LIMIT, LIMIT + 1], [LIMIT - 1, LIMIT + 6]))
 def test_texts_that_reach_and_cross_the_limit(kind: str, length: int) -> None:
     model, ids, new = tiny(kind), prompt(length), max(LIMIT - length, 0) + 24
     expected = written(model, ids, max_new_tokens=new)
@@ -125,7 +122,7 @@ def test_texts_that_reach_and_cross_the_limit(kind: str, length: int) -> None:
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's steps are recorded")
-@pytest.mark.parametrize("kind", [PHI3, "longrope", "dynamic"])
+@pytest.mark.parametrize("kind", with_slow([PHI3, "dynamic"], ["longrope"]))
 def test_with_scripts(kind: str) -> None:
     model, ids = tiny(kind), prompt(9)
     expected = written(model, ids, max_new_tokens=40)
@@ -174,7 +171,7 @@ def test_batches_are_refused_by_name(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [PHI3, "longrope", "dynamic"])
-@pytest.mark.parametrize("length", [9, LIMIT])
+@pytest.mark.parametrize("length", with_slow([9], [LIMIT]))
 def test_a_running_batch_of_one_row_crosses_the_limit(kind: str, length: int) -> None:
     model, ids = tiny(kind), prompt(length)
     batch = TrainingFreeModel(model, "recycling", compile=False).running_batch(1)
@@ -267,7 +264,7 @@ def test_queries_are_scaled_by_slots_of_the_text(attention: str, compiled: Any, 
     model = tiny("llama4")
     model.set_attn_implementation(attention)
     inputs: dict[str, Any] = three_rows(20) if rows > 1 else {"input_ids": prompt(9)}
-    ids, options = inputs.pop("input_ids"), {**inputs, "max_new_tokens": 100}
+    ids, options = inputs.pop("input_ids"), {**inputs, "max_new_tokens": 70}
     expected = written(model, ids, **options)
     backend = {"compile_backend": "eager"} if compiled is True else {}
     got, tokens_per_step = drafted(model, ids, expected, compile=compiled, **backend, **options)

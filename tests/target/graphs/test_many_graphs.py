@@ -11,9 +11,10 @@ import torch
 from medusa_heads import HeadsConfig, MedusaModel, new_heads
 from medusa_heads.target.graphs.compiled import CompiledTarget
 from tests.conftest import TinyLlama
+from tests.pairs import with_slow
 
 
-@pytest.mark.parametrize("compile", [pytest.param(True, marks=pytest.mark.slow), "steps"])
+@pytest.mark.parametrize("compile", with_slow([True], ["steps"]))
 def test_texts_go_on_where_torch_keeps_too_many_graphs(tiny_llama: TinyLlama, compile: Any) -> None:
     """Those of the process are counted together. What has a graph is decoded by it."""
     model: Any = tiny_llama(num_layers=1)

@@ -23,7 +23,7 @@ from tests.conftest import DEVICE
 from tests.inference.padded import padded
 from tests.inference.planted import BUSHY, PlainCausalDrafter, PlantedDrafter
 from tests.inference.reference import reference
-from tests.pairs import alternately
+from tests.pairs import alternately, with_slow
 from tests.replayed import text, with_heads
 
 pytestmark = [
@@ -45,7 +45,7 @@ def test_planted_drafts_of_many_sizes(model: Any, noted: list[int]) -> None:
     target, inputs = ScriptedTarget(model), padded([0], 12)
     free = TrainingFreeModel(target)
     expected = reference(model, **inputs, **GREEDY)
-    for seed in range(3):
+    for seed in range(2):
         for shape in SHAPES:
             free.drafter = PlantedDrafter(expected[:, 12:].tolist(), 199, shape, seed=seed)
             assert decodes(free, inputs, expected)
@@ -86,9 +86,7 @@ def test_what_is_attended_to_doubles_up_to_all(used: int, capacity: int, seen: i
     assert scripted._seen(used, capacity) == seen
 
 
-@pytest.mark.parametrize(
-    "kind", ["gemma3_text", pytest.param("phimoe", marks=pytest.mark.slow), "qwen3_moe"]
-)
+@pytest.mark.parametrize("kind", with_slow(["gemma3_text"], ["phimoe", "qwen3_moe"]))
 def test_other_architectures(kind: str) -> None:
     """Windows, a norm between, experts; what is not used of a forward is another number of values
     at each size."""
@@ -128,7 +126,7 @@ HEADS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "tree"), alternately(HEADS, ("auto", "dynamic:9"), slow=[HEADS[0], HEADS[3]])
+    ("kind", "tree"), alternately(HEADS, ("auto", "dynamic:9"), slow=[HEADS[0], *HEADS[2:]])
 )
 def test_heads_and_their_features(model: Any, kind: dict[str, Any], tree: str) -> None:
     heads = with_heads(model, **kind).heads
@@ -164,7 +162,7 @@ def test_nothing_is_kept_of_what_was_noted(model: Any) -> None:
     assert known(free.target) and len(kept.get_functions()) == functions
 
 
-@pytest.mark.parametrize(("result", "late"), alternately((0, 1), (True, False)))
+@pytest.mark.parametrize(("result", "late"), alternately((0, 1), (True, False), slow=(1,)))
 def test_a_script_of_two_sizes_that_is_wrong(
     model: Any, monkeypatch: pytest.MonkeyPatch, result: int, late: bool
 ) -> None:
