@@ -33,14 +33,15 @@ def expected(checkpoint: Path, **options: Any) -> str:
     return text
 
 
+DRAWN: dict[str, Any] = {"do_sample": True}
+
+
 @pytest.mark.parametrize(
     ("flags", "options"),
     [
         ([], {"do_sample": False}),
-        (["--temperature", "0.7"], {"do_sample": True, "temperature": 0.7}),
-        (["--top-k", "5"], {"do_sample": True, "top_k": 5}),
-        (["--min-p", "0.1"], {"do_sample": True, "min_p": 0.1}),
-        (["--typical-p", "0.8"], {"do_sample": True, "typical_p": 0.8}),
+        (["--temperature", "0.7", "--top-k", "5"], DRAWN | {"temperature": 0.7, "top_k": 5}),
+        (["--min-p", "0.1", "--typical-p", "0.8"], DRAWN | {"min_p": 0.1, "typical_p": 0.8}),
         (["--no-repeat-ngram-size", "2"], {"do_sample": False, "no_repeat_ngram_size": 2}),
         (["--deterministic"], {"do_sample": False}),
     ],
@@ -86,7 +87,7 @@ def test_the_fastest_of_several_draft_models_drafts(
 
 
 @pytest.mark.parametrize(
-    "flags", [["heads", "--tree", "suffix"], ["target", "--drafter", "suffix"]]
+    "flags", with_slow([["heads", "--tree", "suffix"]], [["target", "--drafter", "suffix"]])
 )
 def test_drafts_continue_a_corpus(
     flags: list[str], speaker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -20,7 +20,7 @@ from medusa_heads.training.loss.heads import heads_loss, rows_loss
 from medusa_heads.training.loss.rows import SupervisedRows
 from medusa_heads.training.loss.teacher import Teacher
 from medusa_heads.training.measure.metrics import head_ranks
-from tests.pairs import meeting
+from tests.pairs import alternately, meeting
 from tests.training.loss_cases import (
     DRAFT_TOKENS,
     LmHead,
@@ -86,8 +86,7 @@ def test_the_loss_and_its_gradients_are_those_of_the_definition(
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 7])
-@pytest.mark.parametrize("vocab_matrix", ["shared", "own"])
-@pytest.mark.parametrize("rank", [None, 2])
+@pytest.mark.parametrize(("vocab_matrix", "rank"), alternately(("shared", "own"), (None, 2)))
 def test_chunks_and_strips_of_any_size_give_the_same(
     chunk: int, vocab_matrix: str, rank: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

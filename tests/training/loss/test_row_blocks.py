@@ -10,9 +10,11 @@ from medusa_heads.heads import DraftHeads
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.loss.heads import rows_loss
 from medusa_heads.training.loss.rows import SupervisedRows
+from tests.pairs import meeting
 from tests.training.loss_cases import random_heads, random_hidden, random_rows, random_teacher
 
 R, K = 13, 3
+
 OBJECTIVE = LossConfig({"cross_entropy": 1.0, "reverse_kl": 0.5}, head_weights="acceptance")
 
 
@@ -36,10 +38,10 @@ def results(heads: DraftHeads, block_rows: int, dtype: torch.dtype) -> list[Tens
     return [loss.detach(), hidden_RD.grad, *(grad for grad in parameters if grad is not None)]
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
-@pytest.mark.parametrize("vocab_matrix", ["shared", "own"])
+@pytest.mark.parametrize(
+    ("kind", "vocab_matrix", "rank"), meeting(("medusa", "hydra"), ("shared", "own"), (None, 2))
+)
 @pytest.mark.parametrize("block_rows", [1, 5])
-@pytest.mark.parametrize("rank", [None, 2])
 def test_blocks_of_any_size_give_the_same(
     kind: str, vocab_matrix: str, block_rows: int, rank: int | None
 ) -> None:

@@ -96,8 +96,9 @@ def test_it_comes_back_from_disk_and_names_its_pictures(tmp_path: Path) -> None:
 
 
 def test_a_run_leaves_a_report_that_agrees_with_its_checkpoint(
-    target: TargetModel, make_rows: Rows, tmp_path: Path
+    target: TargetModel, make_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("medusa_heads.training.measure.report.draw_plots", lambda *_: [])
     train_heads(
         target,
         make_rows(30),

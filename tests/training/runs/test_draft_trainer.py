@@ -23,6 +23,7 @@ from medusa_heads.training.data.prepare import collate
 from medusa_heads.training.measure.metrics import draft_metrics
 from medusa_heads.training.runs.draft import DraftTrainer, train_draft
 from medusa_heads.training.runs.pruned_target import begin_draft
+from tests.pairs import with_slow
 
 Rows = Callable[..., Dataset]
 
@@ -153,7 +154,7 @@ def test_a_draft_of_all_layers_is_accepted_whole(
     assert metrics["eval_loss"] == pytest.approx(0, abs=1e-6)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("share", with_slow([0.5], [0.0]))
 def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(
     share: float, target: TargetModel, make_rows: Rows, tmp_path: Path
 ) -> None:

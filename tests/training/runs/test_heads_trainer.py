@@ -156,6 +156,7 @@ def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(
     alternately(
         ({"learning_rate": 1e-4}, {"weight_decay": 0.5}, {"warmup_steps": 4}, {"max_steps": 9}),
         ("cosine", "constant"),
+        slow=({"weight_decay": 0.5}, {"max_steps": 9}),
     ),
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )

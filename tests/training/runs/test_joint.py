@@ -64,7 +64,7 @@ def test_norms_and_biases_do_not_decay(
     assert set(of_norms) == {0.0} and set(others) == {0.1}
 
 
-@pytest.mark.parametrize(("at", "kind"), alternately((1, 4), ("medusa", "eagle3")))
+@pytest.mark.parametrize(("at", "kind"), alternately((1, 4), ("medusa", "eagle3"), slow=(4,)))
 def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(
     at: int, kind: str, target: TargetModel, make_rows: Rows, tmp_path: Path
 ) -> None:

@@ -35,8 +35,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, no
 
 
 def own_target(kind: str) -> TargetModel:
-    """A copy of `tiny_target`, which a test may change."""
-    target = TargetModel(copy.deepcopy(tiny_target(kind).model))
+    """A copy of `short_target`, which a test may change."""
+    target = TargetModel(copy.deepcopy(short_target(kind).model))
     target.freeze()
     return target
 
