@@ -31,7 +31,6 @@ SMALL = Costs(line(0.02), forward=0.05)
 LARGE = Costs(line(0.02), forward=0.10)
 TREES = ("auto", "chain:3", "dynamic:5", "sampled:3", "sampled:2x2")
 ALIKE = ("chain:3", "dynamic:5", "sampled:2x2")
-SAMPLES = 3500
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +165,7 @@ def p_value(target: Any, drafts: Sequence[Any], tree: str, kind: Any, samples: i
     counts_C = torch.zeros(VOCAB * VOCAB)
     torch.manual_seed(0)
     for _ in range(samples // BATCH):
-        out: Any = model.generate(**prompts(), do_sample=True, max_new_tokens=4, top_k=0)
+        out: Any = model.generate(**prompts(), do_sample=True, max_new_tokens=5, top_k=0)
         second_B, third_B = out[:, len(PROMPT) + 1].cpu(), out[:, len(PROMPT) + 2].cpu()
         counts_C += torch.bincount(second_B * VOCAB + third_B, minlength=VOCAB * VOCAB)
     assert kind is PicksTheSurer or min(steps(model)) > 2
@@ -192,12 +191,12 @@ class PicksTheSurer(ChosenDraftDrafter):
 
 @pytest.mark.parametrize("tree", [pytest.param("auto", marks=pytest.mark.slow), "sampled:3"])
 def test_drawn_text_follows_the_target(target: Any, bad: Any, near: Any, tree: str) -> None:
-    assert p_value(target, [bad, near], tree, ChosenDraftDrafter, SAMPLES) > 1e-4
+    assert p_value(target, [bad, near], tree, ChosenDraftDrafter, 3500) > 1e-4
 
 
 def test_a_choice_that_has_seen_the_drafts_is_caught(target: Any, bad: Any, near: Any) -> None:
     """Negative control: the same test."""
-    assert p_value(target, [bad, near], "sampled:3", PicksTheSurer, SAMPLES) < 1e-6
+    assert p_value(target, [bad, near], "sampled:3", PicksTheSurer, 3500) < 1e-6
 
 
 def test_a_list_of_draft_models(

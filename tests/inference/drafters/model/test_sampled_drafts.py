@@ -100,7 +100,7 @@ def p_value(
     steps = tokens = 0
     torch.manual_seed(0)
     for _ in range(samples // rows):
-        out: Any = model.generate(**prompts(rows), do_sample=True, max_new_tokens=4, **options)
+        out: Any = model.generate(**prompts(rows), do_sample=True, max_new_tokens=5, **options)
         second_B, third_B = out[:, len(PROMPT) + 1].cpu(), out[:, len(PROMPT) + 2].cpu()
         counts_C += torch.bincount(second_B * VOCAB + third_B, minlength=VOCAB * VOCAB)
         steps += model.last_stats.steps
