@@ -89,8 +89,12 @@ def test_stages_run_once(small: Recipe, monkeypatch: pytest.MonkeyPatch) -> None
 
     # A report that is not there is made of the heads that are.
     small.report_file.unlink()
+
+    def measured(recipe: Recipe, _: object) -> None:
+        recipe.report_file.write_text(own)
+
     with monkeypatch.context() as again:
-        again.setattr(Recipe, "measure", lambda recipe, _: recipe.report_file.write_text(own))
+        again.setattr(Recipe, "measure", measured)
         third = run(replace(small))
     assert "train reused" in third and "2 of 2: measure" in third
 
