@@ -31,7 +31,7 @@ def template(request: pytest.FixtureRequest, speaker: Path) -> Any:
 
 @pytest.mark.parametrize(
     ("template", "drawn"),
-    alternately([FAITHFUL, SHORTENED, None], [False, True]),
+    alternately([FAITHFUL, SHORTENED, None], [False, True], slow=[None]),
     indirect=["template"],
 )
 def test_keeping_the_cache_changes_nothing(

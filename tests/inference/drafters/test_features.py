@@ -19,7 +19,7 @@ from tests.inference.planted import BUSHY
 from tests.inference.recurrent import CHAIN, short_target
 from tests.inference.reference import reference
 from tests.inference.rereading import RereadingDrafter, random_heads, run
-from tests.pairs import alternately
+from tests.pairs import alternately, with_slow
 
 SHAPES: dict[str, dict[str, Any]] = {
     "medusa": {"features": [0, 2]},
@@ -158,7 +158,7 @@ def test_features_of_another_place_are_noticed(model: Any, shape: str, wrong: st
         reread(model, target, SHAPES[shape], ragged())
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", with_slow([True], [False]))
 @pytest.mark.usefixtures("untraced")
 def test_several_heads_on_one_target(tiny_llama: TinyLlama, compile: bool) -> None:
     """Each reads its own features, in turns, and so do drafters that read none."""

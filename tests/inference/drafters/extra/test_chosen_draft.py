@@ -30,7 +30,7 @@ END = 7  # of some rows' text, but not of all
 SMALL = Costs(line(0.02), forward=0.05)
 LARGE = Costs(line(0.02), forward=0.10)
 TREES = ("auto", "chain:3", "dynamic:5", "sampled:3", "sampled:2x2")
-ALIKE = ("chain:3", "dynamic:5", "sampled:2x2")
+ALIKE = ("chain:3", "dynamic:5", "sampled:3", "sampled:2x2")
 
 
 @pytest.fixture(scope="module")

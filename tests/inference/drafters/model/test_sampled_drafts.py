@@ -194,7 +194,7 @@ class ForgetsWhatWasDrawn(RejectionSampling):
     ("rule", "tree", "samples"),
     [
         (AcceptsWhereLikelier, "sampled:3", 750),
-        (ResamplesFromTheTarget, "sampled:3", 1500),
+        pytest.param(ResamplesFromTheTarget, "sampled:3", 1500, marks=pytest.mark.slow),
         (ForgetsWhatWasDrawn, "sampled:3x2", 3000),
         pytest.param(ForgetsWhatWasDrawn, "adaptive", 4000, marks=pytest.mark.slow),
     ],

@@ -20,6 +20,7 @@ from medusa_heads.inference.drafters.model.walk import draw_different
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.drafters.model import test_sampled_drafts as law
 from tests.inference.reference import reference
+from tests.pairs import with_slow
 
 TEXT = "the cat sat on the mat; the hat, the bat and the rat sat there too: what a chat, d\u00e9"
 NEW = 28
@@ -96,8 +97,11 @@ def inputs(tokenizer: Any, batch: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "tree",
     [
-        *("chain:3", pytest.param("dynamic:9", marks=pytest.mark.slow), "sampled:3x2x1", "auto"),
-        pytest.param("sampled:3", marks=pytest.mark.slow),
+        *("chain:3", "sampled:3x2x1"),
+        *(
+            pytest.param(tree, marks=pytest.mark.slow)
+            for tree in ("dynamic:9", "sampled:3", "auto")
+        ),
     ],
 )
 def test_equal_to_generate(tokenizers: Any, pair: Any, tree: str) -> None:
@@ -175,7 +179,7 @@ def not_renormalised(probs_BFV: Tensor, count: int) -> Tensor:
     return tokens_BFR * (torch.rand(tokens_BFR.shape, device=tokens_BFR.device) < 0.6)
 
 
-@pytest.mark.parametrize("wrong", [unmapped, not_renormalised])
+@pytest.mark.parametrize("wrong", with_slow([unmapped], [not_renormalised]))
 def test_wrong_draws_are_caught(small: Any, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative controls: the same test, the same drafts."""
     monkeypatch.setattr(draft_model, "draw_different", wrong)
