@@ -85,8 +85,9 @@ class Interruptions(TrainerCallback):
         self._handler_before: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Listen for SIGTERM."""
-        if threading.current_thread() is threading.main_thread():
+        """Listen for SIGTERM; a run that begins anew, with smaller batches, does so already."""
+        listens = self._handler_before is not None
+        if not listens and threading.current_thread() is threading.main_thread():
             self._handler_before = signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def _on_sigterm(self, *_: Any) -> None:

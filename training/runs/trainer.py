@@ -49,8 +49,7 @@ class TaughtTrainer(Trainer, ABC):
         describe: the line that the screen shows of its metrics, None where they are others.
     """
 
-    # Settings of transformers that would be dropped in silence or end in a fault, and what they are
-    # where nobody set them.
+    # Settings that would be dropped in silence or end in a fault, and what they are by default.
     unusable: ClassVar[Mapping[str, Any]] = {
         "label_smoothing_factor": 0.0,
         "prediction_loss_only": False,
@@ -62,6 +61,7 @@ class TaughtTrainer(Trainer, ABC):
         "push_to_hub": False,  # the folder as it is, with all that a run leaves there
         "parallelism_config": None,  # the launch's says how the target is spread
         "save_only_model": False,  # nothing could be resumed, and `auto` would begin anew
+        "enable_jit_checkpoint": False,  # SIGTERM is answered here: see `Interruptions`
     }
 
     worse: ClassVar[str]

@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.runs.draft import train_draft
 from medusa_heads.training.runs.heads import train_heads
+from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from medusa_heads.training.runs.record import check_same_run
 from medusa_heads.training.runs.resumable import (
     checkpoints,
@@ -270,3 +272,30 @@ def test_a_draft_run_that_was_killed_in_its_last_save_goes_on(
     given["resume_from_checkpoint"] = None
     train_draft(target, make_rows(4), eval_dataset=make_rows(2, seed=7), **given)
     assert is_draft(tmp_path)
+
+
+def test_a_run_that_begins_anew_in_smaller_batches_hands_sigterm_back(
+    target: TargetModel, make_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, sizes = HeadsTrainer.training_step, []
+
+    def crowded(trainer: HeadsTrainer, model: Any, inputs: Any, *more: Any) -> Any:
+        sizes.append(len(inputs["labels"]))
+        if sizes[-1] == 8:
+            raise RuntimeError("CUDA out of memory.")
+        return step(trainer, model, inputs, *more)
+
+    monkeypatch.setattr(HeadsTrainer, "training_step", crowded)
+    handler = signal.getsignal(signal.SIGTERM)
+    given = {"use_cpu": True, "disable_tqdm": True, "auto_find_batch_size": True}
+    args = quick(tmp_path, 2, training_args=given)
+    train_heads(target, make_rows(20), output_dir=tmp_path, training_args=args)
+    assert sizes[0] == 8 and 0 < sizes[-1] < 8
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
+def test_no_other_checkpoints_are_written_on_sigterm(tmp_path: Path) -> None:
+    """transformers' own handler would stay behind the run, and swallow the next SIGTERM."""
+    args = quick(tmp_path, training_args={"use_cpu": True, "enable_jit_checkpoint": True})
+    with pytest.raises(ValueError, match="enable_jit_checkpoint has no place in this training"):
+        HeadsTrainer.check_arguments(args)
