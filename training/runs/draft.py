@@ -128,6 +128,7 @@ def train_draft(
         **run.hooks,
     )
     trained, prediction = run.learn(trainer, "draft model was")
+    trainer.let_go()  # it is no wrapper's, as heads are
 
     def write() -> None:
         measured, story = prediction.metrics or {}, run.story()
@@ -172,7 +173,10 @@ class DraftTrainer(GoingOnTrainer):
         own_text: OwnText | None = None,
         **kwargs: Any,
     ) -> None:
+        caches = getattr(draft.config, "use_cache", None)
         super().__init__(draft, target, args, *sets, data_collator=collate, **kwargs)
+        if caches is not None:  # Trainer turns it off, also for whoever loads what is stored
+            draft.config.use_cache = caches
         self.draft = TargetModel(draft)
         self.draft_loss = DraftLoss(self.draft, target, objective)
         self.own_text = own_text

@@ -38,9 +38,13 @@ class GoingOnTrainer(TaughtTrainer):
         if self.model_wrapped is self.model:
             # An evaluation before marks it as prepared: several processes would not average its
             # gradients, because accelerate prepares nothing twice.
-            self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
-            vars(self.model).pop("_is_accelerate_prepared", None)
+            self.let_go()
         return super().train(*args, **kwargs)
+
+    def let_go(self) -> None:
+        """The model computes as it did before accelerate prepared it, say without autocast."""
+        self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+        vars(self.model).pop("_is_accelerate_prepared", None)
 
     def _compare_with_before(self) -> None:
         if self._comparison.is_due(self.state.global_step):

@@ -281,3 +281,14 @@ def test_a_draft_model_that_could_never_draft_is_refused_before_it_learns(
             output_dir=tmp_path / "run",
             training_args=arguments(tmp_path / "run"),
         )
+
+
+def test_a_draft_model_comes_back_as_it_is_stored(
+    target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    """Without the autocast it learnt in, and with its cache."""
+    args = arguments(tmp_path, max_steps=2, eval_steps=2, save_steps=2, bf16=True)
+    draft = train_draft(target, make_rows(8), output_dir=tmp_path, training_args=args)
+    stored, ids = AutoModelForCausalLM.from_pretrained(tmp_path), torch.tensor([[1, 2, 3]])
+    assert torch.equal(draft(ids).logits, stored(ids).logits)
+    assert draft.config.use_cache and stored.config.use_cache
