@@ -1,6 +1,7 @@
 """The flags and YAML keys of the training run. Light: no torch or transformers is imported."""
 
 import difflib
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from types import NoneType
@@ -11,6 +12,7 @@ from medusa_heads.files import expanded
 from medusa_heads.settings import above_zero, at_least, coerce, flag, folders, mapping
 from medusa_heads.training.arguments.batch import MOST_ROWS, USUAL_STEPS
 from medusa_heads.training.arguments.renamed import by_names_here
+from medusa_heads.training.arguments.usable import check_trackers, check_usable, check_words
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -23,7 +25,6 @@ OF_THE_RUN = (
     "dry_run", "measure_steps", "training_args",
 )  # fmt: skip
 _PLAIN = {bool, int, float, NoneType}  # of others transformers takes more than their types say
-_STEPS_OF_A_LONG_RUN = 1_000_000
 SHARED_LEARNING_RATE = 5e-3
 OWN_LEARNING_RATE = 1e-3
 
@@ -54,8 +55,8 @@ class OptimisationArguments:
     weight_decay: float = flag(0.0, "AdamW's weight decay.")
     bf16: bool | None = flag(
         None,
-        "Compute what is learnt in bf16 autocast. Default: where this machine trains faster so, "
-        "measured once; not in several processes.",
+        "Compute what is learnt in bf16 autocast. Default: as mixed_precision of accelerate launch "
+        "says, or where this machine trains faster so, measured once; not in several processes.",
     )
     seed: int = flag(0, "Seed of data order and sampling.")
     logging_steps: float = flag(10, "Steps between two lines of training loss.")
@@ -164,8 +165,11 @@ def to_training_arguments(
         # A shared matrix leaves few parameters to learn with and wants the higher rate (measured).
         usual = SHARED_LEARNING_RATE if vocab_matrix == "shared" else OWN_LEARNING_RATE
         values["learning_rate"] = rate or usual
-    if values["bf16"] is None:
-        values["bf16"] = not extra.get("fp16") and autocast("cpu" if extra.get("use_cpu") else None)
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if values["bf16"] is None and (extra.get("fp16") or launched != "no"):
+        values["bf16"] = launched == "bf16" and not extra.get("fp16")
+    elif values["bf16"] is None:
+        values["bf16"] = autocast("cpu" if extra.get("use_cpu") else None)
     # Without a word of its own, one follows the other.
     steps = {kind: values.pop(f"{kind}_steps") for kind in ("eval", "save")}
     for kind, other in (("eval", "save"), ("save", "eval")):
@@ -182,12 +186,18 @@ def to_training_arguments(
         # Else the order of the rows would hang on whatever touched torch's generator before.
         "data_seed": arguments.seed,
     }
-    args = RunArguments(**{**defaults, **values, **extra})
+    if "LOCAL_RANK" not in os.environ:
+        extra.pop("ddp_backend", None)  # of several processes, which transformers would ask for
+    try:
+        args = RunArguments(**{**defaults, **values, **extra})
+    except TypeError as error:  # of a mapping that is made into what it says
+        raise ValueError(f"training_args cannot be used: {first_line(error)}") from error
+    if arguments.bf16 is False and launched == "bf16" and not args.fp16:
+        args.mixed_precision = "no"  # transformers takes a flag that is off for none
     use_one_gpu(args)
     assert isinstance(args.report_to, list)
-    _check_trackers(args.report_to)
-    _check_schedule(args)
-    _check_packages(args)
+    check_trackers(args.report_to)
+    check_usable(args)
     return args
 
 
@@ -197,71 +207,16 @@ def use_one_gpu(args: "TrainingArguments") -> None:
     args._n_gpu = min(args.n_gpu, 1)
 
 
-def _check_schedule(args: "TrainingArguments") -> None:
-    """Make the schedule of the learning rate once: transformers would only when training begins."""
-    import torch
-    from transformers import SchedulerType, get_scheduler
-
-    kind = SchedulerType(args.lr_scheduler_type).value
-    options: Any = args.lr_scheduler_kwargs or {}
-    optimiser = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
-    try:
-        get_scheduler(kind, optimiser, 0, _STEPS_OF_A_LONG_RUN, options)
-    except (TypeError, ValueError, LookupError, ArithmeticError) as error:
-        raise ValueError(
-            f"lr_scheduler_type {kind} cannot be used with lr_scheduler_kwargs {options} "
-            f"({first_line(error)}): set what it takes in training_args"
-        ) from error
-
-
-def _check_packages(args: "TrainingArguments") -> None:
-    """Look for what the optimiser and the kernels need; transformers would only when training
-    begins."""
-    from transformers import Trainer
-    from transformers.training_args import OptimizerNames
-    from transformers.utils import is_liger_kernel_available
-
-    if args.use_liger_kernel and not is_liger_kernel_available():
-        raise ValueError(
-            "training_args: use_liger_kernel needs a package that is not installed: "
-            "pip install liger-kernel"
-        )
-    try:
-        Trainer.get_optimizer_cls_and_kwargs(args)
-    except (ImportError, TypeError) as error:
-        raise ValueError(
-            f"training_args: optim {OptimizerNames(args.optim).value} cannot be used: "
-            f"{first_line(error)}"
-        ) from error
-    except ValueError:
-        pass  # some need the model, and are asked for again with it
-
-
-def _check_trackers(names: list[str]) -> None:
-    """Make each tracker once: transformers would only when training begins, perhaps hours later."""
-    from transformers.integrations import get_reporting_integration_callbacks
-
-    for name in names:
-        try:
-            for tracker in get_reporting_integration_callbacks([name]):
-                tracker()
-        except (ImportError, RuntimeError, ValueError) as error:
-            if name in ("tensorboard", "wandb"):  # which this package can be installed with
-                raise ValueError(
-                    f"report_to {name} needs a package that is not installed: pip install {name}"
-                ) from error
-            raise ValueError(f"report_to {name} cannot be used: {error}") from error
-
-
 def further_arguments(arguments: OptimisationArguments) -> dict[str, Any]:
-    """What `training_args` say. ValueError: a field is unknown or has a flag, or is a number or a
-    switch and is given something else."""
+    """What `training_args` say. ValueError: a field is unknown or has a flag, or is a number, a
+    switch or one of some words and is given something else."""
     from transformers import TrainingArguments
 
     known = {f.name for f in fields(TrainingArguments)}
     given = by_names_here(mapping(arguments, "training_args"), known)
     hints = get_type_hints(TrainingArguments) if given else {}
     _check_names(given, known)
+    check_words(given, hints, TrainingArguments)
     return {
         name: coerce(value, hints[name], f"training_args: {name}")
         if set(get_args(hints[name]) or (hints[name],)) <= _PLAIN

@@ -17,6 +17,7 @@ from medusa_heads.training.arguments.target import TargetArguments
 
 _FSDP, _SIZES = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"
 _DDP = "configs/accelerate/ddp.yaml"
+_OTHERS = {"DeepSpeed": "ACCELERATE_USE_DEEPSPEED", "Megatron-LM": "ACCELERATE_USE_MEGATRON_LM"}
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,13 @@ def sharding_of(arguments: TargetArguments) -> Sharding | None:
 
 def launched_sharding() -> Sharding | None:
     """How an FSDP launch wants the target spread; None where it was launched otherwise. Raises
-    ValueError: this is a DeepSpeed launch, or the FSDP settings cannot be met."""
-    if _is_true("ACCELERATE_USE_DEEPSPEED"):
-        raise ValueError(
-            "DeepSpeed would take apart what is trained: launch with configs/accelerate/fsdp.yaml, "
-            f"which spreads the target alone, or with {_DDP}"
-        )
+    ValueError: this is a launch of another kind, or the FSDP settings cannot be met."""
+    for name, switch in _OTHERS.items():
+        if _is_true(switch):
+            raise ValueError(
+                f"{name} would take apart what is trained: launch with "
+                f"configs/accelerate/fsdp.yaml, which spreads the target alone, or with {_DDP}"
+            )
     if not _is_true(_FSDP):
         return None
     if (version := os.environ.get("FSDP_VERSION", "1")) != "2":

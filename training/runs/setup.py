@@ -32,6 +32,7 @@ from medusa_heads.training.arguments.batch import check_filled
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.arguments.training import use_one_gpu
+from medusa_heads.training.arguments.usable import check_usable
 from medusa_heads.training.data.prepare import TrainingData, load_corpora, prepare_data
 from medusa_heads.training.hidden.launched import Sharding
 from medusa_heads.training.hidden.sharding import (
@@ -82,6 +83,12 @@ class Run:
         sharding: Sharding | None = None,
         features: Sequence[int] | None = None,
     ) -> None:
+        if not isinstance(args, TrainingArguments):
+            raise ValueError(
+                "training_args must be transformers.TrainingArguments (to_training_arguments makes "
+                f"them of OptimisationArguments), got {type(args).__name__}"
+            )
+        check_usable(args)
         self.output = expanded(output_dir)
         self.args = copy.copy(args)
         self.args.output_dir = str(self.output)

@@ -76,6 +76,62 @@ def test_further_training_arguments_are_checked_by_name_and_type(extra: Any, mes
         to_training_arguments(OptimisationArguments(training_args=extra), "shared")
 
 
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"optim": "muon"}, "training_args: optim must be one of .*'sgd'.*, got 'muon'"),
+        ({"save_strategy": "often"}, "save_strategy must be one of .*'epoch'.*, got 'often'"),
+        ({"train_sampling_strategy": "bylength"}, "train_sampling_strategy must be one of "),
+        ({"log_level": "loud"}, "log_level must be one of .*'passive'.*, got 'loud'"),
+        ({"optim_args": "momentum"}, "optim_args must be written as 'name=value,name=value'"),
+        ({"optim_args": "amsgrad=True"}, "would change nothing about optim adamw_torch_fused"),
+        ({"optim": "sgd", "optim_args": "momentum=x"}, "'momentum=x' cannot be used: could not"),
+        ({"optim": "sgd", "optim_args": "momentum=-1"}, "optim sgd cannot be used: Invalid mom"),
+        ({"adam_beta1": 1.5}, "optim adamw_torch_fused cannot be used: Invalid beta parameter"),
+        ({"eval_accumulation_steps": 0}, "eval_accumulation_steps must be at least 1, got 0"),
+        (
+            {"dataloader_prefetch_factor": 0, "dataloader_num_workers": 1},
+            "dataloader_prefetch_factor must be at least 1, got 0",
+        ),
+        ({"dataloader_persistent_workers": True}, "dataloader_.*: persistent_workers option needs"),
+        ({"accelerator_config": {"batches": 1}}, "training_args cannot be used: .*'batches'"),
+        ({"fp16": True}, "training_args: fp16 would change nothing on a CPU"),
+        ({"torch_compile_backend": "ofen"}, "torch_compile_backend 'ofen' and .* cannot be used"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_would_be_dropped_or_fail_in_the_run_is_refused_before(
+    extra: dict[str, Any], message: str
+) -> None:
+    given = OptimisationArguments(bf16=False, training_args={"use_cpu": True, **extra})
+    with pytest.raises(ValueError, match=message):
+        to_training_arguments(given, "shared")
+
+
+def test_a_run_takes_the_arguments_of_transformers_alone(
+    target: TargetModel, make_rows: Callable[..., Dataset], tmp_path: Path
+) -> None:
+    given: Any = OptimisationArguments()
+    with pytest.raises(ValueError, match=r"must be transformers.TrainingArguments .*, got Optimis"):
+        train_heads(target, make_rows(4), output_dir=tmp_path, training_args=given)
+
+
+def test_of_one_process_no_backend_of_several_is_asked_for() -> None:
+    extra = {"use_cpu": True, "ddp_backend": "gloo"}
+    args = to_training_arguments(OptimisationArguments(training_args=extra), "shared")
+    assert args.world_size == 1
+
+
+@pytest.mark.parametrize(("said", "computed"), [(None, "bf16"), (True, "bf16"), (False, "no")])
+def test_a_launch_names_the_precision_unless_a_flag_does(
+    said: bool | None, computed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    given = OptimisationArguments(bf16=said, training_args={"use_cpu": True})
+    args = to_training_arguments(given, "shared")
+    assert (args.bf16, args.mixed_precision) == (said is not False, computed)
+
+
 def test_further_training_arguments_are_read_as_flags_are() -> None:
     """YAML takes 1e-4 for a word."""
     extra = {"adam_epsilon": "1e-4", "max_grad_norm": 1, "tf32": None, "optim_args": "a=1"}

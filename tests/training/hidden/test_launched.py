@@ -75,6 +75,7 @@ def test_an_fsdp_launch_says_how(fsdp_launch: pytest.MonkeyPatch) -> None:
         ("FSDP_RESHARD_AFTER_FORWARD", "FULL_SHARD", "cannot be read: ValueError: invalid truth"),
         ("FSDP_STATE_DICT_TYPE", "WHOLE", "fsdp_config cannot be read: KeyError: 'WHOLE'"),
         ("ACCELERATE_USE_DEEPSPEED", "true", "DeepSpeed would take apart what is trained"),
+        ("ACCELERATE_USE_MEGATRON_LM", "true", "Megatron-LM would take apart what is trained"),
     ],
 )
 def test_settings_that_cannot_be_met_are_refused(
