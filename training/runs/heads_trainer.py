@@ -62,6 +62,7 @@ class HeadsTrainer(TaughtTrainer):
     describe = staticmethod(describe)
     tree_of = staticmethod(best_tree)
     worse = "the heads worse than fresh ones"
+    with_adapter: ClassVar[bool] = False
     unusable: ClassVar[Mapping[str, Any]] = {
         **TaughtTrainer.unusable,
         "neftune_noise_alpha": None,
@@ -97,11 +98,24 @@ class HeadsTrainer(TaughtTrainer):
         return self.hidden_states.order(rows, seed)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """As transformers', with the parts that have rates of their own in groups."""
+        """As transformers', with the parts that have rates of their own in groups. Raises
+        ValueError: the optimiser makes groups itself, and some part has another rate."""
         groups = self._groups() if self.optimizer is None else None
         if groups is not None:
-            optimizer_cls, options = self.get_optimizer_cls_and_kwargs(self.args)
-            self.optimizer = optimizer_cls(groups, **options)
+            learnt: Any = self.model
+            optimizer_cls, options = self.get_optimizer_cls_and_kwargs(self.args, learnt)
+            if options.keys().isdisjoint(("params", "model", "optimizer_dict")):
+                self.optimizer = optimizer_cls(groups, **options)
+            else:
+                one_rate = f"optim {self.args.optim.value} gives all parts one rate"
+                if self.with_adapter:
+                    raise ValueError(
+                        f"{one_rate}, and an adapter has its own: choose another optim"
+                    )
+                if any(group["lr"] != self.args.learning_rate for group in groups):
+                    raise ValueError(
+                        f"{one_rate}: give a learning_rate for them, or choose another optim"
+                    )
         return super().create_optimizer(model)
 
     def _groups(self) -> list[dict[str, Any]] | None:

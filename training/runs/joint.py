@@ -222,6 +222,7 @@ class JointTrainer(HeadsTrainer):
     """
 
     rates = "learning_rate or lora_learning_rate"
+    with_adapter = True
     unusable: ClassVar = {**TaughtTrainer.unusable, "neftune_noise_alpha": None}
 
     def __init__(

@@ -20,6 +20,7 @@ from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.data.prepare import collate
 from medusa_heads.training.runs.heads import train_heads
+from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from medusa_heads.training.runs.joint import JointTrainer, adapted
 from scripts.prove.tiny_models import builder
 from tests.pairs import alternately
@@ -229,3 +230,29 @@ def test_joint_training_on_a_target_in_4_bits(tiny_llama: Any, tmp_path: Path) -
     if getattr(packed, "packing_format_for_cpu", False):
         with pytest.raises(ValueError, match="load it anew"), adapted(target, SMALL):
             pass
+
+
+def test_an_optimiser_that_groups_parameters_itself_gives_all_one_rate(
+    target: TargetModel, make_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As GaLore does: enough for plain heads, too little for parts with rates of their own."""
+
+    def made(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
+        if model is None:
+            raise ValueError("You need to pass a model")
+        options = {"lr": args.learning_rate, "params": [{"params": [*model.parameters()]}]}
+        return torch.optim.SGD, options
+
+    monkeypatch.setattr(HeadsTrainer, "get_optimizer_cls_and_kwargs", staticmethod(made))
+    args = arguments(tmp_path, learning_rate=None)
+
+    def optimiser(**parts: Any) -> Any:
+        return HeadsTrainer(fresh(target, **parts), target, args, make_rows(4)).create_optimizer()
+
+    assert len(optimiser().param_groups) == 1
+    with pytest.raises(ValueError, match="adamw_torch_fused gives all parts one rate: give a lear"):
+        optimiser(prefix_attention=True)
+    with adapted(target, SMALL) as model:
+        trainer = JointTrainer(fresh(target), target, model, args, make_rows(4), config=SMALL)
+        with pytest.raises(ValueError, match="one rate, and an adapter has its own: choose anoth"):
+            trainer.create_optimizer()
