@@ -6,7 +6,7 @@ Shapes: B batch, T tokens, R supervised positions, D hidden.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from medusa_heads.checkpoint.draft_checkpoint import save_draft
 from medusa_heads.config import IGNORED
@@ -54,6 +59,7 @@ def train_draft(
     resume_from_checkpoint: str | None = None,
     overwrite_output_dir: bool = False,
     early_stopping_patience: int | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
     record: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     **data_settings: Any,
@@ -67,7 +73,7 @@ def train_draft(
         tokenizer: for text, and to lie beside the draft model. Default: the target's.
         trust_remote_code: run the code that comes with a draft model that was named.
         target, eval_dataset, output_dir, resume_from_checkpoint, overwrite_output_dir,
-            early_stopping_patience, record, data_settings: as in `train_heads`.
+            early_stopping_patience, callbacks, record, data_settings: as in `train_heads`.
 
     Returns:
         The best checkpoint by held-out acceptance, fp32.
@@ -92,6 +98,7 @@ def train_draft(
         resume_from_checkpoint=resume_from_checkpoint,
         overwrite_output_dir=overwrite_output_dir,
         early_stopping_patience=early_stopping_patience,
+        callbacks=callbacks,
     )
     model = begin_draft(run.target, **draft.beginning(), trust_remote_code=trust_remote_code)
     fit_rate(run.args, TargetModel(model).hidden_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from accelerate.utils import send_to_device
 from datasets import Dataset
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from medusa_heads.checkpoint.checkpoint import save_heads
@@ -58,6 +58,7 @@ def train_heads(
     resume_from_checkpoint: str | None = None,
     overwrite_output_dir: bool = False,
     early_stopping_patience: int | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
     hidden_cache: CacheArguments | None = None,
     joint: JointConfig | None = None,
     with_vocab_matrix: bool = False,
@@ -91,6 +92,7 @@ def train_heads(
             `output_dir`; `"auto"` for the same, or a run from the start where there is none.
         overwrite_output_dir: a run from the start may remove the checkpoints of an earlier one.
         early_stopping_patience: stop after so many evaluations without new best heads.
+        callbacks: of transformers.Trainer, which watch the run or end it.
         hidden_cache: whether the target's hidden states are kept on disk; default: they are not.
         joint: train a LoRA adapter in the target together with the heads. It is saved beside them,
             and both are loaded with `MedusaModel.from_pretrained(output_dir)`; a target in memory
@@ -137,6 +139,7 @@ def train_heads(
         resume_from_checkpoint=resume_from_checkpoint,
         overwrite_output_dir=overwrite_output_dir,
         early_stopping_patience=early_stopping_patience,
+        callbacks=callbacks,
         sharding=sharding,
     )
     share = 1.0

@@ -9,13 +9,13 @@ Source: DeepSeek-AI 2024, "DeepSeek-V3", arXiv:2412.19437, section 2.2.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from datasets import Dataset
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from medusa_heads.checkpoint.mtp_checkpoint import check_mtp, save_mtp
 from medusa_heads.config import IGNORED
@@ -54,6 +54,7 @@ def train_mtp(
     resume_from_checkpoint: str | None = None,
     overwrite_output_dir: bool = False,
     early_stopping_patience: int | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
     record: Mapping[str, Any] | None = None,
     **data_settings: Any,
 ) -> Any:
@@ -68,7 +69,7 @@ def train_mtp(
         training_args: of the run. Default: as `train_heads`, with a peak rate of 1e-3.
         objective: what the depths learn, and how much each counts, as heads do.
         dataset, eval_dataset, output_dir, tokenizer, resume_from_checkpoint, overwrite_output_dir,
-            early_stopping_patience, record, data_settings: as in `train_heads`.
+            early_stopping_patience, callbacks, record, data_settings: as in `train_heads`.
 
     Returns:
         The best modules by held-out figures, in the dtype they came in: transformers' `MtpModel`.
@@ -94,6 +95,7 @@ def train_mtp(
         resume_from_checkpoint=resume_from_checkpoint,
         overwrite_output_dir=overwrite_output_dir,
         early_stopping_patience=early_stopping_patience,
+        callbacks=callbacks,
     )
     fit_rate(run.args, run.target.hidden_size)
     modules, source = begin_modules(run.target, mtp)

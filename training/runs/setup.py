@@ -80,6 +80,7 @@ class Run:
         resume_from_checkpoint: str | None,
         overwrite_output_dir: bool,
         early_stopping_patience: int | None,
+        callbacks: Sequence[TrainerCallback] = (),
         sharding: Sharding | None = None,
         features: Sequence[int] | None = None,
     ) -> None:
@@ -98,7 +99,7 @@ class Run:
         name = target if isinstance(target, str) else target.name_or_path or ""
         self.checkpoint = find_start(self.output, resume_from_checkpoint, name, overwrite=overwrite)
         self.pace = Pace()
-        callbacks = [self.pace, *_watchers(self.args, early_stopping_patience)]
+        watching = [self.pace, *_watchers(self.args, early_stopping_patience), *callbacks]
         plain = as_target(target, self.args.device, sharding)
         self.target = plain.with_features(features)
         self.data = prepare_sets(
@@ -113,7 +114,7 @@ class Run:
         self.sets = self.data.rows, self.data.held_out
         self.hooks: dict[str, Any] = {
             "record": self.story,
-            "callbacks": callbacks,
+            "callbacks": watching,
             "tokenizer": self.data.tokenizer,
         }
         set_seed(self.args.seed)

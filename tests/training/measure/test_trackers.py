@@ -1,4 +1,4 @@
-"""What trackers are told of a run."""
+"""What trackers, and a program's own callbacks, are told of a run."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from datasets import Dataset
+from transformers import TrainerCallback
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.target.target import TargetModel
+from medusa_heads.training.runs.draft import train_draft
 from medusa_heads.training.runs.heads import train_heads
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from tests.inference.speaking import make_tokenizer
@@ -76,3 +79,28 @@ def test_tensorboard_records_the_run(target: TargetModel, make_rows: Rows, tmp_p
     whole = str(make_tokenizer(None).decode(first))
     assert len(texts) == 2 and all("|" in text for text in texts)
     assert all(whole.startswith(text.replace("|", "")[:12]) for text in texts)
+
+
+class Ends(TrainerCallback):
+    """Ends a run behind its second step, and remembers what was measured."""
+
+    def __init__(self) -> None:
+        self.measured: list[dict[str, float]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        control.should_training_stop |= state.global_step == 2
+
+    def on_evaluate(self, *given: Any, metrics: dict[str, float], **more: Any) -> None:
+        self.measured.append(metrics)
+
+
+@pytest.mark.parametrize("train", [train_heads, train_draft])
+def test_callbacks_of_a_program_watch_a_run_and_end_it(
+    train: Callable[..., Any], target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    ends = Ends()
+    args = arguments(tmp_path, eval_strategy="steps", eval_steps=2)
+    sets: Any = {"dataset": make_rows(8), "eval_dataset": make_rows(2, seed=1)}
+    train(target, **sets, output_dir=tmp_path, training_args=args, callbacks=[ends])
+    assert json.loads((tmp_path / "metrics.json").read_text())["steps"] == 2
+    assert len(ends.measured) == 1 and "eval_loss" in ends.measured[0]
