@@ -59,7 +59,7 @@ def _check_loader(args: TrainingArguments) -> None:
     from torch.utils.data import DataLoader
 
     names = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context")
-    given = {name: getattr(args, f"dataloader_{name}", None) for name in names}
+    given: Any = {name: getattr(args, f"dataloader_{name}", None) for name in names}
     nothing: Any = [0]
     try:
         DataLoader(nothing, **given)

@@ -68,10 +68,10 @@ def sharding_of(arguments: TargetArguments) -> Sharding | None:
 def launched_sharding() -> Sharding | None:
     """How an FSDP launch wants the target spread; None where it was launched otherwise. Raises
     ValueError: this is a launch of another kind, or the FSDP settings cannot be met."""
-    for name, switch in _OTHERS.items():
+    for kind, switch in _OTHERS.items():
         if _is_true(switch):
             raise ValueError(
-                f"{name} would take apart what is trained: launch with "
+                f"{kind} would take apart what is trained: launch with "
                 f"configs/accelerate/fsdp.yaml, which spreads the target alone, or with {_DDP}"
             )
     if not _is_true(_FSDP):

@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
 
 from medusa_heads.heads import DraftHeads
 from medusa_heads.target.target import TargetModel
@@ -107,7 +108,7 @@ class HeadsTrainer(TaughtTrainer):
             if options.keys().isdisjoint(("params", "model", "optimizer_dict")):
                 self.optimizer = optimizer_cls(groups, **options)
             else:
-                one_rate = f"optim {self.args.optim.value} gives all parts one rate"
+                one_rate = f"optim {OptimizerNames(self.args.optim).value} gives all parts one rate"
                 if self.with_adapter:
                     raise ValueError(
                         f"{one_rate}, and an adapter has its own: choose another optim"

@@ -90,8 +90,8 @@ class Ends(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         control.should_training_stop |= state.global_step == 2
 
-    def on_evaluate(self, *given: Any, metrics: dict[str, float], **more: Any) -> None:
-        self.measured.append(metrics)
+    def on_evaluate(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.measured.append(more["metrics"])
 
 
 @pytest.mark.parametrize("train", [train_heads, train_draft])
