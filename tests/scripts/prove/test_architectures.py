@@ -1,7 +1,6 @@
 """The sweep over architectures, on five of them: verdicts, the table, and resuming."""
 
 import json
-import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -38,10 +37,7 @@ def swept(kinds: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sweep(folder: Path, *arguments: str) -> None:
     paths = ["--results", str(folder / "rows.jsonl"), "--output", str(folder / "table.md")]
-    with pytest.MonkeyPatch.context() as patch:  # the process that checks imports nothing anew
-        forked = multiprocessing.get_context("fork")
-        patch.setattr("scripts.prove.architectures.multiprocessing.get_context", lambda _: forked)
-        main([*paths, *arguments])
+    main([*paths, *arguments])
 
 
 def test_verdicts(swept: Path, kinds: list[str]) -> None:
