@@ -21,6 +21,7 @@ from medusa_heads.inference.engine.given.arguments import (
     check_positions,
     check_tokens,
     left_padding,
+    limited,
     on_device,
     refuse_unsupported,
 )
@@ -80,7 +81,7 @@ class Beginning:
         random: torch.Generator | None = None,
         **model_kwargs: Any,
     ) -> None:
-        config = generation_config
+        config = limited(generation_config, stopping_criteria)
         model: Any = target.model
         own = model.generation_config
         refuse_unsupported(config, own, model_kwargs, names_of_media(model))

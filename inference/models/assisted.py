@@ -15,6 +15,7 @@ from medusa_heads.inference.acceptance import RULES, make_rule
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.engine.capability import capability
 from medusa_heads.inference.engine.decoding import decode
+from medusa_heads.inference.engine.given.arguments import limited
 from medusa_heads.inference.engine.noise import RNGS, Rng
 from medusa_heads.inference.engine.running import RunningBatch
 from medusa_heads.inference.engine.stats import GenerationStats
@@ -171,8 +172,6 @@ class AssistedModel(Copied, ABC):
         call_options.take_own(kwargs, assistant_model)
         model: Any = self.target.model
         configs = generation_config, model.generation_config
-        # generate() hands neither streamer nor tokenizer to a custom decoding method: the one is
-        # bound below, the other is needed for stop strings alone.
         stopping_criteria = call_options.with_stop_strings(
             stopping_criteria, tokenizer, configs, kwargs
         )
@@ -215,7 +214,8 @@ class AssistedModel(Copied, ABC):
             self._follow_target()
             self.last_stats = GenerationStats()
             drafter = self._drafter_for(self.target) if self.deterministic else self.drafter
-            text = self.target, drafter, len(input_ids), generation_config, self.last_stats
+            config = limited(generation_config, stopping_criteria)
+            text = self.target, drafter, len(input_ids), config, self.last_stats
             with self._views.of_text(*text, self._drafter_for) as (target, drafter):
                 return decode(
                     target,
@@ -223,7 +223,7 @@ class AssistedModel(Copied, ABC):
                     input_ids,
                     logits_processor=logits_processor,
                     stopping_criteria=stopping_criteria,
-                    generation_config=generation_config,
+                    generation_config=config,
                     streamer=streamer,
                     acceptance=self.acceptance,
                     acceptance_settings=self.acceptance_settings,

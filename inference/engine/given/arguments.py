@@ -6,12 +6,13 @@ Shapes: B rows, T tokens.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, MaxLengthCriteria, StoppingCriteriaList
 
 from medusa_heads.cache_names import CACHE_NAMES
 from medusa_heads.inference.engine.given.cache import held_tokens
@@ -63,6 +64,17 @@ def _asked(config: GenerationConfig, own: GenerationConfig) -> list[str]:
         "constraints": getattr(config, "constraints", None) is not None,
     }
     return [name for name, asked in refusals.items() if asked]
+
+
+def limited(config: GenerationConfig, criteria: StoppingCriteriaList) -> GenerationConfig:
+    """The same, with the length at which the text ends: generate() takes a caller's criterion in
+    place of its own, whatever length is announced."""
+    limits = [int(each.max_length) for each in criteria if type(each) is MaxLengthCriteria]
+    if not limits or min(limits) == config.max_length:
+        return config
+    config = copy.copy(config)
+    config.max_length = min(limits)
+    return config
 
 
 def on_device(input_ids_BT: Tensor, model_kwargs: dict[str, Any], device: torch.device) -> Tensor:

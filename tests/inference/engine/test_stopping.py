@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 
+from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
 from medusa_heads.inference.models.training_free import TrainingFreeModel
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.engine import test_processors
@@ -77,6 +78,28 @@ def test_criteria_are_asked_of_each_row_as_in_generate(model: Any, batch: int) -
         expected_BT, got_BT, _ = both(model, batch, make)
         assert torch.equal(got_BT, expected_BT)
         assert got_BT.shape[1] < PROMPT + NEW
+
+
+@pytest.mark.parametrize("longest", [3, 13, 40])
+def test_a_length_of_the_callers_own_goes_before_what_is_announced(
+    model: Any, longest: int
+) -> None:
+    """As in generate(), which takes a given criterion in place of its own: a text may come to be
+    longer than `max_new_tokens` says."""
+    for batch in BATCHES:
+        limit = stopping(lambda batch: MaxLengthCriteria(PROMPT + longest))
+        expected_BT, got_BT, _ = both(model, batch, limit)
+        assert torch.equal(got_BT, expected_BT)
+        assert got_BT.shape[1] == PROMPT + longest
+
+
+def test_such_a_text_has_its_room_in_a_cache_of_fixed_size(model: Any, untraced: None) -> None:
+    heads = MedusaHeads.from_target(model, HeadsConfig(num_heads=2))
+    medusa = MedusaModel(model, heads, tree="chain", compile=True)
+    options: dict[str, Any] = {**prompts(1), "max_new_tokens": 4, "do_sample": False}
+    options["stopping_criteria"] = StoppingCriteriaList([MaxLengthCriteria(530)])
+    options["eos_token_id"] = None
+    assert torch.equal(medusa.generate(**options), model.generate(**options))
 
 
 def test_one_answer_for_all_rows_is_refused_by_name(model: Any) -> None:
