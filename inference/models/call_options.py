@@ -17,6 +17,11 @@ NOT_IN_STEP = "tree decoding does not keep sharded processes in step: gather fir
 def take_own(options: dict[str, Any], assistant_model: Any) -> None:
     """Take it out of a call's options, which are left to transformers. Raises ValueError: somebody
     else is to draft or to decode, or processes are to be kept in step."""
+    if options.get("cache_implementation") == "paged":  # generate() would ask no decoding method
+        raise ValueError(
+            "tree decoding does not support cache_implementation='paged': leave it out, or call "
+            "the target's own generate()"
+        )
     if assistant_model is not None:
         raise ValueError("drafts come from elsewhere here: leave assistant_model out")
     if options.pop("custom_generate", None) is not None:
@@ -36,8 +41,8 @@ def with_stop_strings(
     options: dict[str, Any],
 ) -> StoppingCriteriaList | None:
     """What ends the texts of a call, its stop strings among it, of which generate() is then told
-    none in the options. Raises ValueError: there are such strings and no tokenizer; or tokens are
-    to be healed by one.
+    none in the options: it hands a custom decoding method no tokenizer. Raises ValueError: there
+    are such strings and no tokenizer; or tokens are to be healed by one.
 
     Args:
         configs: the call's configuration and the model's, which is asked where that says nothing.
@@ -55,6 +60,8 @@ def with_stop_strings(
     if tokenizer is None:
         raise ValueError("stop_strings need the tokenizer: pass tokenizer= as well")
     options["stop_strings"] = None
+    if any(type(each) is StopStringCriteria for each in criteria or []):
+        return criteria  # in place of what generate() would make of the strings
     return StoppingCriteriaList([*(criteria or []), StopStringCriteria(tokenizer, strings)])
 
 

@@ -17,6 +17,7 @@ from transformers import (
     MaxTimeCriteria,
     PreTrainedTokenizerFast,
     StoppingCriteriaList,
+    StopStringCriteria,
     TextIteratorStreamer,
 )
 from transformers.generation.streamers import BaseStreamer
@@ -190,6 +191,11 @@ def test_stop_strings(medusa: MedusaModel, as_config: bool) -> None:
     assert torch.equal(got, expected)
     with pytest.raises(ValueError, match="tokenizer="):
         medusa.generate(**INPUTS, **options)
+    # A criterion of the caller's own stands in their place.
+    later = StopStringCriteria(tokenizer, tokenizer.decode(free[20:23]))
+    options |= {"tokenizer": tokenizer, "stopping_criteria": StoppingCriteriaList([later])}
+    expected = plain(medusa, **options)
+    assert torch.equal(medusa.generate(**INPUTS, **options), expected)
 
 
 def test_stop_strings_of_the_models_own_configuration(

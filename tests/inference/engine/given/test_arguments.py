@@ -22,6 +22,7 @@ IDS = INPUTS["input_ids"]
         ({"use_cache": False}, "use_cache=False"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"cache_implementation": "static"}, "cache_implementation='static'"),
+        ({"cache_implementation": "paged"}, "cache_implementation='paged'"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
         ({"custom_generate": "user/repository"}, "leave custom_generate out"),
         ({"synced_gpus": True}, "sharded processes"),
