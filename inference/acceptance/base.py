@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PrefixConstrainedLogitsProcessor
 from transformers.generation import logits_process as known
 
-from medusa_heads.inference.engine.rows import Row, row_copies
+from medusa_heads.inference.engine.given.own_code import row_copies
+from medusa_heads.inference.engine.rows import Row
 from medusa_heads.trees.tree import TokenTree
 
 # Warpers look at the scores of one position alone: neither at the text nor at other rows.

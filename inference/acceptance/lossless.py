@@ -22,6 +22,7 @@ from medusa_heads.inference.acceptance.base import (
     warp,
 )
 from medusa_heads.inference.acceptance.likeliest import Likeliest
+from medusa_heads.inference.engine.given.own_code import as_generate_runs_it
 from medusa_heads.inference.engine.noise import NO_TOKEN, Noise
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.trees.tree import TokenTree
@@ -146,15 +147,18 @@ class SampleThenMatch:
 
     def _scores(self, logits_NV: Tensor, row: Row, node: int) -> Tensor:
         """What the processors make of a node's logits, [1, V] in fp32, and recorded if asked."""
-        ids: Any = row.ids_1T()
-        # In fp32 and on the ids' device, as generate() hands logits to the processors.
-        logits: Any = logits_NV[node, None].to(copy=True, dtype=torch.float32, device=ids.device)
-        # Processors may write into what they are given.
-        raw = logits.clone() if row.recorder else logits
-        self._of_row = self._of_row or row_processors(self.processors, row.batch_size)
-        scores_1V = self._of_row[row.index](ids, logits)
-        if row.recorder:
-            row.recorder.record(scores_1V, raw)
+        with as_generate_runs_it():
+            ids: Any = row.ids_1T()
+            # In fp32 and on the ids' device, as generate() hands logits to the processors.
+            logits: Any = logits_NV[node, None].to(
+                copy=True, dtype=torch.float32, device=ids.device
+            )
+            # Processors may write into what they are given.
+            raw = logits.clone() if row.recorder else logits
+            self._of_row = self._of_row or row_processors(self.processors, row.batch_size)
+            scores_1V = self._of_row[row.index](ids, logits)
+            if row.recorder:
+                row.recorder.record(scores_1V, raw)
         return scores_1V
 
 

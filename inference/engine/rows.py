@@ -1,29 +1,24 @@
-"""One sequence of a batch: its tokens, when it ends, and who is told of them; and a copy for each
-row of what keeps a state of the text. Rows do not advance in step, so that one object for all of
-them would be fed with each row's tokens in turn.
+"""One sequence of a batch: its tokens, when it ends, and who is told of them.
 
 Shapes: T tokens, C slots of a buffer, V vocabulary.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Callable
-from types import FunctionType, ModuleType
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     EosTokenCriteria,
     MaxLengthCriteria,
     MaxTimeCriteria,
-    PreTrainedTokenizerBase,
     StoppingCriteriaList,
     StopStringCriteria,
 )
 
+from medusa_heads.inference.engine.given.own_code import as_generate_runs_it, row_copies
 from medusa_heads.target.cache import RowCache
 
 # These look at a row's own text, and keep no state of it.
@@ -81,10 +76,16 @@ class StopCheck:
         answer for all rows of a batch."""
         ends = row.tokens[-1] in self._eos
         ends = ends or (self._max_length is not None and row.length >= self._max_length)
-        # All are asked, whatever one of them says, as generate() asks them.
-        scores = row.recorder.shown if row.recorder else None
+        if self._alone[0] or self._others_of_row:
+            with as_generate_runs_it():
+                ends = self._says(row) or ends
+        return ends
+
+    def _says(self, row: Row) -> bool:
+        """All are asked, whatever one of them says, as generate() asks them."""
+        ends, scores = False, row.recorder.shown if row.recorder else None
         if self._alone[0]:
-            ends = bool(self._alone[row.place](row.ids_1T(), scores).all()) or ends
+            ends = bool(self._alone[row.place](row.ids_1T(), scores).all())
         if self._others_of_row:
             ids_BT = row.ids_1T().repeat(row.batch_size, 1)
             for criterion in self._others_of_row[row.place]:
@@ -209,8 +210,7 @@ class Row:
         assert not self.done
         self.tokens.append(token)
         try:
-            if self._streamer is not None:
-                self._streamer.put(torch.tensor([token]))
+            self._stream(token)
             self.done = self._stop(self)
         except self.survived as error:
             self.fail(error)
@@ -219,10 +219,15 @@ class Row:
     def take(self, tokens: list[int]) -> None:
         """Append tokens of a step that was taken elsewhere, where it was seen whether it ends."""
         self.tokens += tokens
-        if self._streamer is not None and tokens:
-            for token in tokens:
-                self._streamer.put(torch.tensor([token]))
+        for token in tokens:
+            self._stream(token)
+        if tokens:
             self.end_step()
+
+    def _stream(self, token: int) -> None:
+        if self._streamer is not None:
+            with as_generate_runs_it():
+                self._streamer.put(torch.tensor([token]))
 
     def end_step(self) -> None:
         """All tokens of a step are committed."""
@@ -235,60 +240,3 @@ class Row:
     def fail(self, fault: BaseException) -> None:
         """The row ends with what was raised."""
         self.fault, self.done = fault, True
-
-
-Kept = TypeVar("Kept")
-
-# None of these holds a state of the text; a closure might.
-_SHARED = (nn.Module, PreTrainedTokenizerBase, ModuleType, type)
-
-
-def row_copies(original: Kept, batch_size: int) -> list[Kept]:
-    """The same object as it is now, once for each row; a single row has the original itself.
-
-    Models and tokenizers within it are shared. Raises ValueError: it cannot be copied, or keeps
-    what a copy would share."""
-    if batch_size == 1:
-        return [original]
-    try:
-        return [_copy(original) for _ in range(batch_size)]
-    # Whatever an object's own code objects to when it is taken apart.
-    except Exception as error:
-        name = getattr(original, "__name__", type(original).__name__)
-        reason = " ".join(str(error).split())[:120]
-        raise ValueError(
-            f"{name} may keep a state of the text, and cannot be copied for each row of the "
-            f"batch ({reason}): decode one row at a time"
-        ) from error
-
-
-def _copy(original: Any) -> Any:
-    written = io.BytesIO()
-    pickler = _Pickler(written)
-    pickler.dump(original)
-    written.seek(0)
-    return _Unpickler(written, pickler.shared).load()
-
-
-class _Pickler(pickle.Pickler):
-    """Refuses closures, unlike copy.deepcopy, which silently shares them."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.shared: list[Any] = []
-
-    def persistent_id(self, obj: Any) -> int | None:
-        plain_function = isinstance(obj, FunctionType) and obj.__closure__ is None
-        if not plain_function and not isinstance(obj, _SHARED):
-            return None
-        self.shared.append(obj)
-        return len(self.shared) - 1
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, shared: list[Any]) -> None:
-        super().__init__(file)
-        self._shared = shared
-
-    def persistent_load(self, pid: int) -> Any:
-        return self._shared[pid]

@@ -135,3 +135,28 @@ class ForEachRow(Closed):
 def test_an_object_may_say_what_stands_for_it_in_a_row(model: Any, batch: int) -> None:
     expected_BT, got_BT, _ = both(model, batch, lambda batch: own(ForEachRow()))
     assert torch.equal(got_BT, expected_BT)
+
+
+class Guided(LogitsProcessor):
+    """Follows the gradient of what is wanted of the scores, and keeps what it has seen."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.kept += [input_ids, scores]
+        with torch.enable_grad():
+            at = scores.clone().requires_grad_()
+            wanted = torch.linspace(-1.0, 1.0, VOCAB, device=at.device)
+            ((at.softmax(-1) * wanted).sum(-1) ** 2).sum().backward()
+        assert at.grad is not None
+        return scores + 20.0 * at.grad
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_a_processor_may_take_gradients_as_in_generate(model: Any, batch: int) -> None:
+    guided = Guided()
+    expected_BT, got_BT, _ = both(model, batch, lambda batch: own(guided))
+    assert torch.equal(got_BT, expected_BT)
+    for kept in guided.kept:
+        kept += 1  # no inference tensors, which only inference mode may write to

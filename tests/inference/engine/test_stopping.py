@@ -138,6 +138,24 @@ def test_criteria_are_shown_what_generate_shows_them(model: Any, asked: tuple[st
             assert mine is theirs is None
 
 
+class OftenEnough(StoppingCriteria):
+    """Ends a text with a token that is in it for the fourth time, which a gradient counts."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        with torch.enable_grad():
+            at_BTV = torch.nn.functional.one_hot(input_ids, VOCAB).double().requires_grad_()
+            (at_BTV.sum(dim=1) ** 2).sum().backward()
+        assert at_BTV.grad is not None
+        return at_BTV.grad[:, -1].gather(1, input_ids[:, -1:])[:, 0] == 2 * 4
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_criterion_may_take_gradients_as_in_generate(model: Any, batch: int) -> None:
+    expected_BT, got_BT, _ = both(model, batch, stopping(lambda batch: OftenEnough()))
+    assert torch.equal(got_BT, expected_BT)
+    assert got_BT.shape[1] < PROMPT + NEW
+
+
 class SeventhCall(StoppingCriteria):
     """Ends a text when it is asked for the seventh time."""
 

@@ -37,6 +37,7 @@ class Collector(BaseStreamer):
 
     def put(self, value: Tensor) -> None:
         self.pieces.append(value.flatten().tolist())
+        assert not value.is_inference()  # or nobody could learn from what was written
 
     def end(self) -> None:
         self.ended = True
