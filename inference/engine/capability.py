@@ -40,6 +40,9 @@ _known: weakref.WeakKeyDictionary[Any, dict[type, Capability]] = weakref.WeakKey
 # Models whose rows, padded ones or not, are each decoded as if it were alone.
 _known_batches: weakref.WeakKeyDictionary[Any, set[tuple[type, bool]]] = weakref.WeakKeyDictionary()
 
+# Of what modules and kinds of weights a model was made when it was tried.
+_made_of: weakref.WeakKeyDictionary[Any, list[type]] = weakref.WeakKeyDictionary()
+
 # Held while a model is tried, which is set for that: two threads would each put back what the other
 # has set. Whoever holds it tries other views of the model, too.
 _EXAMINING = RLock()
@@ -67,6 +70,25 @@ def capability(target: TargetModel) -> Capability:
             capability(TargetModel(target.model))  # where that fails too, it says more
             raise UnsupportedArchitecture(error.reason, "leave compile out") from error
     return known[type(target)]
+
+
+def look_again(target: TargetModel) -> None:
+    """Forget what is known of a model that is made of other modules or kinds of weights by now, as
+    where it was quantised in place."""
+    kinds, left = list[type](), list[Any]([target.model])
+    seen = {None, target.model}
+    for module in left:  # which grows; every text asks, and modules() takes twice the time
+        kinds.append(type(module))
+        kinds.extend(map(type, module._parameters.values()))
+        for part in module._modules.values():
+            if part not in seen:
+                seen.add(part)
+                left.append(part)
+    if _made_of.setdefault(target.model, kinds) != kinds:
+        with _EXAMINING:
+            _made_of[target.model] = kinds
+            _known.pop(target.model, None)
+            _known_batches.pop(target.model, None)
 
 
 def check_batch(target: TargetModel, padding: Sequence[int]) -> None:

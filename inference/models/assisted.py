@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from medusa_heads.inference.acceptance import RULES, make_rule
 from medusa_heads.inference.drafters.base import Drafter
-from medusa_heads.inference.engine.capability import capability
+from medusa_heads.inference.engine.capability import capability, look_again
 from medusa_heads.inference.engine.decoding import decode
 from medusa_heads.inference.engine.given.arguments import limited
 from medusa_heads.inference.engine.noise import RNGS, Rng
@@ -95,7 +95,7 @@ class AssistedModel(Copied, ABC):
         _check_options(acceptance, acceptance_settings, rng, compile)
         target = target if isinstance(target, TargetModel) else TargetModel(target)
         self.target = target.with_features(features)
-        self._vocabulary = call_options.Vocabulary.of(self.target)
+        look_again(self.target)
         self._late: LateCompiling | None = None
         if compile is not None:
             self.target = compiled_target(self.target, compile, compile_backend)
@@ -104,12 +104,12 @@ class AssistedModel(Copied, ABC):
             self._late = LateCompiling(self.target, view, self._drafter_for)
         elif compile is None:
             self.target = usual_target(self.target)
-        self._chosen = compile is None
         check_one_device(self.target)
         shared = self.target.lock if isinstance(self.target, CompiledTarget) else None
         self._lock = TextLock(shared, nests=isinstance(self.target, CapturedTarget))
-        self._views = Views(self._chosen)
-        self._chain_only = capability(self.target) != "tree"
+        self._chosen, self._views = compile is None, Views(compile is None)
+        self._made = call_options.Made.of(self.target, capability(self.target))
+        self._chain_only = self._made.verifies != "tree"
         self.acceptance, self.rng = acceptance, rng
         self.acceptance_settings = dict(acceptance_settings or {})
         self.last_stats = GenerationStats()
@@ -210,7 +210,7 @@ class AssistedModel(Copied, ABC):
             )
         # One text at a time: hidden states are read off the target as it runs.
         with self._lock:
-            self._vocabulary.check(self.target)
+            self._made.check(self.target)
             self._follow_target()
             self.last_stats = GenerationStats()
             drafter = self._drafter_for(self.target) if self.deterministic else self.drafter
@@ -244,7 +244,7 @@ class AssistedModel(Copied, ABC):
                 "want rng='keyed'"
             )
         with self._lock:
-            self._vocabulary.check(self.target)
+            self._made.check(self.target)
             self._follow_target()
         drafter = self.drafter
         target = as_it_is(self.target) if self._chosen else self.target  # rows come and go

@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 
+from medusa_heads.inference.engine.capability import Capability, capability, look_again
 from medusa_heads.inference.engine.given.cache import mark_given
 from medusa_heads.target.target import TargetModel
 
@@ -65,21 +67,30 @@ def with_stop_strings(
     return StoppingCriteriaList([*(criteria or []), StopStringCriteria(tokenizer, strings)])
 
 
-class Vocabulary(NamedTuple):
-    """Tokens that a target can write and read, for which drafters have made their tables."""
+class Made(NamedTuple):
+    """What drafters were made for: tokens that a target writes and reads, and what it verifies."""
 
     written: int
     read: int
+    verifies: Capability
 
     @classmethod
-    def of(cls, target: TargetModel) -> Vocabulary:
-        return cls(target.vocab_size, target.readable)
+    def of(cls, target: TargetModel, verifies: Capability) -> Made:
+        return cls(target.vocab_size, target.readable, verifies)
 
     def check(self, target: TargetModel) -> None:
-        """Raises ValueError: the target has another one by now."""
-        for before, now in zip(self, Vocabulary.of(target), strict=True):
+        """Raises ValueError: the target is another one by now; or, as an UnsupportedArchitecture,
+        it can no longer be decoded exactly."""
+        if not isinstance(getattr(target.get_output_embeddings(), "weight", None), Tensor):
+            raise ValueError(
+                "the lm_head of the target is no longer a matrix, as where it was quantised: "
+                "quantise the target without its lm_head, and make the decoder anew"
+            )
+        look_again(target)
+        names = "vocabulary", "vocabulary", "capability to verify drafts"
+        anew = Made.of(target, capability(target))
+        for name, before, now in zip(names, self, anew, strict=True):
             if now != before:
                 raise ValueError(
-                    f"the target's vocabulary has changed from {before} to {now}: make the decoder "
-                    "anew"
+                    f"the target's {name} has changed from {before} to {now}: make the decoder anew"
                 )

@@ -130,7 +130,8 @@ def left_padding(
     padding_B = (~mask_BT).sum(dim=1)
     if (mask_BT[:, 1:] < mask_BT[:, :-1]).any() or (padding_B == tokens).any():
         raise ValueError(
-            "attention_mask must be 0 only on the left of a row: pad with padding_side='left'"
+            "attention_mask must be 0 only on the left of a row: pad with padding_side='left', and "
+            "pass the mask, in place of which generate() leaves out all pad tokens"
         )
     return padding_B.tolist()
 

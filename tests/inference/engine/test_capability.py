@@ -219,6 +219,29 @@ def test_one_scale_for_all_tokens_is_refused(
         capability(TargetModel(model))
 
 
+def test_a_model_that_is_changed_in_place_is_tried_anew(tiny_llama: TinyLlama) -> None:
+    """As by who quantises it once heads are attached."""
+    model, options = tiny_llama(), dict[str, Any](max_new_tokens=9, do_sample=False)
+    heads = MedusaHeads.from_target(model, HeadsConfig(num_heads=2))
+    medusa = MedusaModel(model, heads, tree="4")
+    ids_1T = torch.arange(3, 12)[None]
+    expected = model.generate(ids_1T, **options)
+    assert torch.equal(medusa.generate(ids_1T, **options), expected)
+    before = [(module, type(module)) for module in model.modules()]
+    with_linear(model, OneScale)
+    with pytest.raises(UnsupportedArchitecture, match="must not see"):
+        medusa.generate(ids_1T, **options)
+    with pytest.raises(UnsupportedArchitecture, match="must not see"):
+        MedusaModel(model, heads)
+    for module, kind in before:
+        module.__class__ = kind
+    assert torch.equal(medusa.generate(ids_1T, **options), expected)
+    model.lm_head.weight, weight = None, model.lm_head.weight
+    with pytest.raises(ValueError, match="lm_head of the target is no longer a matrix"):
+        medusa.generate(ids_1T, **options)
+    model.lm_head.weight = weight
+
+
 def test_rounding_within_a_forward_is_said(
     tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
 ) -> None:
