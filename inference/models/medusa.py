@@ -54,7 +54,7 @@ class MedusaModel(AssistedModel):
     `plan/trees.py` lists all words for trees. `"auto"`, `"16+suffix"` and `"suffix"` use a corpus.
 
     Attributes:
-        heads: on the target's device and in its dtype.
+        heads: on the target's device and in its dtype; may be exchanged between two calls.
         drafting: the same weights as drafters read them, on a CPU in eight bits
             or packed where that is faster, and by a preview.
 
@@ -75,10 +75,14 @@ class MedusaModel(AssistedModel):
         trust_remote_code: bool = False,
         **options: Unpack[EngineOptions],
     ) -> None:
+        if not isinstance(heads, DraftHeads):
+            what = f"expected heads in memory, got {type(heads).__name__}"
+            raise ValueError(f"{what}: MedusaModel.from_pretrained(HEADS, target=..) loads them")
         super().__init__(target, heads.config.features, **options)
         self._set_deterministic(deterministic)
         self.heads = heads
         self._attach()
+        self._attached = self._as_it_stands()
         self.statistics = statistics
         self._read_corpus = None
         if corpus is not None:  # when it is first asked for
@@ -92,17 +96,23 @@ class MedusaModel(AssistedModel):
 
     def _attach(self) -> None:
         target = self.target
-        self._lies = target.device, target.dtype
+        if tuple(self.heads.config.features or ()) != target.features:
+            what = "the heads read other layers of the target than those before them"
+            raise ValueError(f"{what}: make the decoder anew")
         self.heads.share(target)
         self.heads.to(device=target.device, dtype=target.dtype).eval()
         measured = not self.deterministic
         self.drafting = for_drafting(with_preview(self.heads), measured=measured)
 
     def _follow_target(self) -> None:
-        """What heads share of the target is still where that was."""
-        if self._lies != (self.target.device, self.target.dtype):
+        """What heads share of the target is still where that was, and they are still the same."""
+        if self._attached != (now := self._as_it_stands()):
             self._attach()
             self.use_tree(self.tree)
+            self._attached = now
+
+    def _as_it_stands(self) -> tuple[object, ...]:
+        return self.target.device, self.target.dtype, self.heads
 
     def use_tree(self, tree: TreeSpec) -> None:
         """Draft this tree from now on; `self.tree` says which it is, also where `auto` chose.

@@ -263,6 +263,24 @@ def test_a_tree_that_is_refused_leaves_the_one_before(tiny_llama: TinyLlama) -> 
     assert torch.equal(got, plain(medusa, max_new_tokens=20, do_sample=False))
 
 
+def test_heads_may_be_exchanged_between_two_calls(tiny_llama: TinyLlama) -> None:
+    model = tiny_llama(vocab_size=24)
+    first, second, other = (
+        MedusaHeads.from_target(model, HeadsConfig(num_heads=3, features=layers))
+        for layers in (None, None, [0])
+    )
+    medusa = MedusaModel(model, first, tree=8)
+    before, medusa.heads = medusa.drafter, second
+    got: Any = medusa.generate(**INPUTS, max_new_tokens=20, do_sample=False)
+    assert torch.equal(got, plain(medusa, max_new_tokens=20, do_sample=False))
+    assert medusa.drafting is second and medusa.drafter is not before
+    medusa.heads = other
+    with pytest.raises(ValueError, match="other layers of the target"):
+        medusa.generate(**INPUTS, max_new_tokens=4)
+    with pytest.raises(ValueError, match=r"expected heads in memory, got str: .*from_pretrained"):
+        MedusaModel(model, "runs/heads")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("kind", "size"), [("medusa", None), ("medusa", 12), ("hydra", 12)])
 def test_heads_follow_a_target_that_is_moved(tiny_llama: TinyLlama, kind: Any, size: Any) -> None:
     """With what they share of it, whole or in part; to a GPU, say."""
