@@ -66,10 +66,11 @@ def _asked(config: GenerationConfig, own: GenerationConfig) -> list[str]:
     return [name for name, asked in refusals.items() if asked]
 
 
-def limited(config: GenerationConfig, criteria: StoppingCriteriaList) -> GenerationConfig:
+def limited(config: GenerationConfig, criteria: StoppingCriteriaList | None) -> GenerationConfig:
     """The same, with the length at which the text ends: generate() takes a caller's criterion in
     place of its own, whatever length is announced."""
-    limits = [int(each.max_length) for each in criteria if type(each) is MaxLengthCriteria]
+    own = [each for each in criteria or [] if type(each) is MaxLengthCriteria]
+    limits = [int(each.max_length) for each in own]
     if not limits or min(limits) == config.max_length:
         return config
     config = copy.copy(config)
