@@ -75,7 +75,8 @@ class MedusaModel(AssistedModel):
         trust_remote_code: bool = False,
         **options: Unpack[EngineOptions],
     ) -> None:
-        if not isinstance(heads, DraftHeads):
+        given: Any = heads
+        if not isinstance(given, DraftHeads):
             what = f"expected heads in memory, got {type(heads).__name__}"
             raise ValueError(f"{what}: MedusaModel.from_pretrained(HEADS, target=..) loads them")
         super().__init__(target, heads.config.features, **options)

@@ -223,7 +223,7 @@ def test_a_model_that_is_changed_in_place_is_tried_anew(tiny_llama: TinyLlama) -
     """As by who quantises it once heads are attached."""
     model, options = tiny_llama(), dict[str, Any](max_new_tokens=9, do_sample=False)
     heads = MedusaHeads.from_target(model, HeadsConfig(num_heads=2))
-    medusa = MedusaModel(model, heads, tree="4")
+    medusa: Any = MedusaModel(model, heads, tree="4")
     ids_1T = torch.arange(3, 12)[None]
     expected = model.generate(ids_1T, **options)
     assert torch.equal(medusa.generate(ids_1T, **options), expected)

@@ -195,8 +195,8 @@ def test_stop_strings(medusa: MedusaModel, as_config: bool) -> None:
     # A criterion of the caller's own stands in their place.
     later = StopStringCriteria(tokenizer, tokenizer.decode(free[20:23]))
     options |= {"tokenizer": tokenizer, "stopping_criteria": StoppingCriteriaList([later])}
-    expected = plain(medusa, **options)
-    assert torch.equal(medusa.generate(**INPUTS, **options), expected)
+    got = medusa.generate(**INPUTS, **options)
+    assert torch.equal(got, plain(medusa, **options))
 
 
 def test_stop_strings_of_the_models_own_configuration(
