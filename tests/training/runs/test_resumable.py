@@ -287,8 +287,7 @@ def test_a_run_that_begins_anew_in_smaller_batches_hands_sigterm_back(
 
     monkeypatch.setattr(HeadsTrainer, "training_step", crowded)
     handler = signal.getsignal(signal.SIGTERM)
-    given = {"use_cpu": True, "disable_tqdm": True, "auto_find_batch_size": True}
-    args = quick(tmp_path, 2, training_args=given)
+    args = quick(tmp_path, 2, training_args={"use_cpu": True, "auto_find_batch_size": True})
     train_heads(target, make_rows(20), output_dir=tmp_path, training_args=args)
     assert sizes[0] == 8 and 0 < sizes[-1] < 8
     assert signal.getsignal(signal.SIGTERM) == handler
