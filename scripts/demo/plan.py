@@ -51,7 +51,7 @@ class Amounts:
 
 
 FULL = Amounts(rows=3072, prompts=20)
-FLOOR = Amounts(rows=640, prompts=9)
+FLOOR = Amounts(rows=640, prompts=8)
 
 
 @dataclass(frozen=True)
