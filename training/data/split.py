@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
+from medusa_heads.config import IGNORED
 from medusa_heads.data.formats import DOCUMENT_COLUMN
 from medusa_heads.data.sources import Corpus
 from medusa_heads.files import move_in, read_json, replace_json, staging
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.data import EVAL_ROWS, EVAL_SHARE, DataArguments
 from medusa_heads.training.data.columns import (
+    ROWS_AT_ONCE,
+    flat,
     picked,
     row_digests,
     row_lengths,
@@ -34,7 +37,8 @@ def tokenise_once(
     corpus: Corpus, tokeniser: Tokeniser, settings: DataArguments
 ) -> tuple[Corpus, str]:
     """`tokenise`, on disk, unless the rows can be taken as they came; and a hash of what they hang
-    on."""
+    on. Raises ValueError: padding of token rows would be read, or learnt, as text."""
+    _check_padding(corpus)
     fingerprint = table_fingerprint(corpus.rows)
     if is_ready(corpus, tokeniser):
         rows = corpus.rows.select_columns(["input_ids", "labels"])
@@ -42,6 +46,31 @@ def tokenise_once(
     folder = prepared_folder(settings.prepared_dir, fingerprint, tokeniser, corpus.bad_rows.policy)
     with prepared(folder):
         return tokenise(corpus, tokeniser, settings.dataset_num_proc, folder), folder.name
+
+
+def _check_padding(corpus: Corpus) -> None:
+    """Padding is known by its mask alone, which nothing reads behind this."""
+    names, number = ["attention_mask", "labels"], 0
+    if corpus.format.name != "tokens" or names[0] not in corpus.rows.column_names:
+        return
+    for table in corpus.rows.select_columns(names).with_format("arrow").iter(100 * ROWS_AT_ONCE):
+        (masks, lengths), (labels, others) = (flat(table[name]) for name in names)
+        if not np.array_equal(lengths, others):  # broken rows, of which others tell
+            return
+        ends, hidden = np.cumsum(lengths), masks == 0
+        leading = np.isin(np.flatnonzero(hidden), (ends - lengths)[lengths > 0])
+        reasons = {
+            "begins with 0, and padding on the left would be read as text: give rows without "
+            "padding": np.flatnonzero(hidden)[leading],
+            f"is 0 where labels tell what to learn: set them to {IGNORED} there": np.flatnonzero(
+                hidden & (labels != IGNORED)
+            ),
+        }
+        for reason, found in reasons.items():
+            if len(found):
+                row = number + int(np.searchsorted(ends, found[0], side="right"))
+                raise ValueError(f"{corpus.place(row)}: attention_mask {reason}")
+        number += len(table)
 
 
 def split_once(

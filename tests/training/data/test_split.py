@@ -77,3 +77,29 @@ def test_most_of_the_text_is_not_held_out_as_one_document(seed: int) -> None:
     assert kept["text"][:] == book and held["text"][:] == ["a page"]
     alone = rows.select(range(30))
     assert [len(part) for part in hold_out(alone, 0.1, seed)] == [27, 3]
+
+
+@pytest.mark.parametrize(
+    ("mask", "label", "problem"),
+    [
+        ([1, 1, 1, 0], -100, None),
+        ([0, 1, 1, 1], -100, "row 3: attention_mask begins with 0, and padding on the left"),
+        ([1, 1, 1, 0], 9, "row 3: attention_mask is 0 where labels tell what to learn"),
+    ],
+)
+def test_padding_is_no_text(
+    target: TargetModel, mask: list[int], label: int, problem: str | None
+) -> None:
+    ids = [[5, 6, 7, 9], [5, 6, 7], [5, 6, 7, 9], [6, 7, 9, 5]] * 2
+    labels = [[*row] for row in ids]
+    labels[2][3] = label
+    masks = [[1] * len(row) for row in ids]
+    masks[2] = mask
+    columns = {"input_ids": ids, "labels": labels, "attention_mask": masks}
+    given = DataArguments(eval_rows=1)
+    corpora = load_corpora(given, Dataset.from_dict(columns))
+    if problem is None:
+        prepare_data(target, *corpora, None, given, num_heads=2, seed=0)
+        return
+    with pytest.raises(ValueError, match=problem):
+        prepare_data(target, *corpora, None, given, num_heads=2, seed=0)
