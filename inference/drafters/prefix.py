@@ -3,7 +3,7 @@ eagle3 layer, run along the text, makes of them.
 
 Shapes: B active rows, T tokens, P fresh positions (the most of any row), S positions held,
 A attention heads, E their width, G or L keys and values, D hidden, X columns of hidden states with
-features, or of what a layer is asked with, O what heads read of a position.
+features, O what heads read of a position.
 """
 
 from __future__ import annotations
@@ -66,25 +66,24 @@ class PrefixMemory(Memory):
             self._held_LBASE = self._held_LBASE[:, kept]
         hidden_BPX, following_BP, counts = unread(state)
         device, longest = hidden_BPX.device, hidden_BPX.shape[1]
+        batch_B1 = torch.arange(len(counts), device=device)[:, None]
+        hidden_BPD = self._heads.fuse(hidden_BPX)
+        following_BPD = self._heads.embed(following_BP)
         lengths_B1 = torch.tensor(self.lengths, device=device)[:, None]
         positions_BP = lengths_B1 + torch.arange(longest, device=device)
-        x_BPD = self._layer.read(self._heads.fuse(hidden_BPX), self._heads.embed(following_BP))
-        end = max(self.lengths) + longest
-        asking_BPX, fresh_LBAPE = self._layer.take_in(x_BPD, positions_BP, end)
+        x_BPD, end = self._layer.read(hidden_BPD, following_BPD), max(self.lengths) + longest
+        fresh_LBAPE = self._layer.keys_and_values(x_BPD, positions_BP, end)
         held_LBASE = self._write(fresh_LBAPE, positions_BP)
+        last_B1 = torch.tensor(counts, device=device)[:, None] - 1
         self.lengths = [n + count for n, count in zip(self.lengths, counts, strict=True)]
         used = max(self.lengths)
-        if min(counts) == longest:
-            asking_B1X, positions_B1 = asking_BPX[:, -1:], positions_BP[:, -1:]
-        else:
-            last_B1 = torch.tensor(counts, device=device)[:, None] - 1
-            batch_B1 = torch.arange(len(counts), device=device)[:, None]
-            asking_B1X, positions_B1 = asking_BPX[batch_B1, last_B1], lengths_B1 + last_B1
         visible = None  # where all rows are equally long, they see all that is held
         if min(self.lengths) < used:
-            visible = (torch.arange(used, device=device) <= positions_B1)[:, None]
+            slots_S = torch.arange(used, device=device)
+            visible = (slots_S <= lengths_B1 + last_B1)[:, None]
+        x_B1D, positions_B1 = x_BPD[batch_B1, last_B1], lengths_B1 + last_B1
         held_LBASE = held_LBASE[:, :, :, :used]
-        return self._layer.look(asking_B1X, positions_B1, end, held_LBASE, visible)[:, 0]
+        return self._layer.look(x_B1D, positions_B1, end, held_LBASE, visible)[:, 0]
 
     def on_device(self, capacity: int) -> PrefixMemoryOnDevice:
         """The same of rows on the device, of positions up to a capacity; empty."""
@@ -129,12 +128,11 @@ class PrefixMemoryOnDevice(MemoryOnDevice):
         x_BPD = layer.read(hidden_BPD, self._heads.embed(state.following_BP[:, :most]))
         lengths_B1 = self._lengths_B[:, None]
         positions_BP = lengths_B1 + torch.arange(most, device=device)
-        asking_BPX, fresh_LBAPE = layer.take_in(x_BPD, positions_BP, capacity)
-        self._write(fresh_LBAPE, positions_BP)
+        self._write(layer.keys_and_values(x_BPD, positions_BP, capacity), positions_BP)
         last_B1, batch_B1 = state.last_fresh_B1, torch.arange(len(x_BPD), device=device)[:, None]
-        asking_B1X, positions_B1 = asking_BPX[batch_B1, last_B1], lengths_B1 + last_B1
+        x_B1D, positions_B1 = x_BPD[batch_B1, last_B1], lengths_B1 + last_B1
         visible_B1S = (torch.arange(capacity, device=device) <= positions_B1)[:, None]
-        out_B1O = layer.look(asking_B1X, positions_B1, capacity, self._held_GBASE, visible_B1S)
+        out_B1O = layer.look(x_B1D, positions_B1, capacity, self._held_GBASE, visible_B1S)
         self._lengths_B.add_(state.fresh_B)
         self._hand_on(out_B1O[:, 0])
 

@@ -109,7 +109,7 @@ class BlockLayers(RotaryLayers):
             position_ids_BT = slots_T.expand(len(x_BTD), -1)
         else:
             document_BT = (position_ids_BT == 0).cumsum(dim=1)
-        _, held_LBASE = self.take_in(x_BTD, position_ids_BT, end)
+        held_LBASE = self.keys_and_values(x_BTD, position_ids_BT, end)
         attention_heads = self.layers[0].self_attn.config.num_attention_heads
         of_scores = 4 * attention_heads * (end + self._num_queries)
         of_position = self._num_queries * (of_scores + 8 * x_BTD.shape[-1]) * len(self.layers)
@@ -126,13 +126,12 @@ class BlockLayers(RotaryLayers):
             parts.append(look(*at, end, held_LBASE[..., : chunk.stop, :], visible_BPS))
         return torch.cat(parts, dim=1)
 
-    def take_in(self, x_BTD: Tensor, positions_BT: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """Of what was read at some positions, what `look` is given there, which is the same, and
-        keys and values of all layers, [2 * L, B, A, T, E]."""
+    def keys_and_values(self, x_BTD: Tensor, positions_BT: Tensor, end: int) -> Tensor:
+        """Of all layers, from what was read at some positions, [2 * L, B, A, T, E]."""
         context_BTD, _ = x_BTD.chunk(2, dim=-1)
         turned = self._rotary[0](context_BTD, positions_BT)
         pairs = (_keys_and_values(layer.self_attn, context_BTD, turned) for layer in self.layers)
-        return x_BTD, torch.stack([part for pair in pairs for part in pair])
+        return torch.stack([part for pair in pairs for part in pair])
 
     def look(
         self,
@@ -142,7 +141,7 @@ class BlockLayers(RotaryLayers):
         held_LBASE: Tensor,
         visible_BPS: Tensor | None = None,
     ) -> Tensor:
-        """What blocks at some positions find, [B, P, K * D], in keys and values of the text, of
+        """What blocks at some positions find, [B, P, K * D], in `keys_and_values` of the text, of
         which each sees what is visible to it; by default all."""
         queries, anchor_BPD = self._num_queries, x_BPD.chunk(2, dim=-1)[1]
         masks = self._mask_D.to(x_BPD).expand(*anchor_BPD.shape[:2], queries - 1, -1)

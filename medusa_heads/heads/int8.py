@@ -55,17 +55,18 @@ class Int8Linear(NearLinear):
             else 0
         )
 
-    def rows(self, x_RD: Tensor) -> Tensor:
+    def rows(self, x_RD: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """See NearLinear; in float32."""
         if not self.is_near:
-            return self.usual_rows(x_RD).float()
+            return self.usual_rows(x_RD, start, stop).float()
         int8_OD, unit_O, handed_on_O, first = self._parts()
         x_ND = x_RD.flatten(0, -2).float()
-        out_NO = int8_product(x_ND, int8_OD).mul_(unit_O)
+        out_NO = int8_product(x_ND, int8_OD[start:stop]).mul_(unit_O[start:stop])
         if handed_on_O is not None:
-            out_NO.addcmul_(x_ND[:, first : first + self.out_features], handed_on_O)
+            own_NO = x_ND[:, first : first + self.out_features]
+            out_NO.addcmul_(own_NO[:, start:stop], handed_on_O[start:stop])
         if self.bias is not None:
-            out_NO.add_(self.bias)
+            out_NO.add_(self.bias[start:stop])
         return out_NO.unflatten(0, x_RD.shape[:-1])
 
     def _parts(self) -> Rounded:

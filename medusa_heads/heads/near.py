@@ -38,18 +38,19 @@ class NearLinear(nn.Linear):
         """Bytes besides the weights."""
 
     @abstractmethod
-    def rows(self, x_RD: Tensor) -> Tensor:
-        """(..., D) -> (..., O), in the dtype that the product has."""
+    def rows(self, x_RD: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+        """All of the outputs, or those from `start` to `stop`."""
 
     @property
     def is_near(self) -> bool:
         """Whether the weights are on a CPU still: a model may be moved when it drafts already."""
         return self.weight.device.type == "cpu"
 
-    def usual_rows(self, x_RD: Tensor) -> Tensor:
+    def usual_rows(self, x_RD: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """The same by the weights themselves, in their dtype."""
         x_ND = x_RD.flatten(0, -2).to(self.weight.dtype)
-        return linear(x_ND, self.weight, self.bias).unflatten(0, x_RD.shape[:-1])
+        bias_O = None if self.bias is None else self.bias[start:stop]
+        return linear(x_ND, self.weight[start:stop], bias_O).unflatten(0, x_RD.shape[:-1])
 
     def forward(self, x_RD: Tensor) -> Tensor:
         """(..., D) -> (..., O), in the input's dtype."""
@@ -58,7 +59,7 @@ class NearLinear(nn.Linear):
 
 class PackedLinear(NearLinear):
     """A linear layer that multiplies few rows by a packed matrix, rounded as other kernels round;
-    one row, or many, by the matrix itself."""
+    one row, many, or some of the outputs by the matrix itself."""
 
     _matrix: tuple[Tensor, ...] | None = None  # when it is first asked for; none where it is wrong
 
@@ -67,15 +68,16 @@ class PackedLinear(NearLinear):
         """Bytes besides the weights."""
         return sum(matrix.nbytes for matrix in self._packed())
 
-    def rows(self, x_RD: Tensor) -> Tensor:
+    def rows(self, x_RD: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """See NearLinear; in the weights' dtype."""
+        whole = start == 0 and stop in (None, self.out_features)
         # No graph knows how a packed matrix lies.
         count = x_RD.numel() // max(x_RD.shape[-1], 1)
-        if count in FEW and not torch.compiler.is_compiling():
+        if whole and count in FEW and not torch.compiler.is_compiling():
             for matrix in self._packed():
                 x_ND = x_RD.flatten(0, -2).to(self.weight.dtype)
                 return packed_product(x_ND, matrix, self.bias).unflatten(0, x_RD.shape[:-1])
-        return self.usual_rows(x_RD)
+        return self.usual_rows(x_RD, start, stop)
 
     def _packed(self) -> tuple[Tensor, ...]:
         if not self.is_near:

@@ -15,8 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medusa_heads.decoder_shape import usual_heads
+from medusa_heads.heads.near import NearLinear
 
 ROPE_BASE = 10_000.0
+
+QUERY, KEYS_AND_VALUES, ALL = slice(0, 1), slice(1, 3), slice(0, 3)
+"""What the layer projects its input to."""
 
 
 class PrefixLayer(nn.Module):
@@ -48,19 +52,25 @@ class PrefixLayer(nn.Module):
         return 2 * len(self.down.weight)
 
     def project(
-        self, x_BTD: Tensor, positions_BT: Tensor, end: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of an input, each [B, A, T, E]; all positions lie before
-        `end`."""
-        heads, width = self.num_attention_heads, x_BTD.shape[-1]
-        projected_BTO = self.query_key_value(self.attention_norm(x_BTD))
-        parts_BTNAE = projected_BTO.unflatten(-1, (3, heads, width // heads))
+        self, x_BTD: Tensor, positions_BT: Tensor, end: int, parts: slice = ALL
+    ) -> list[Tensor]:
+        """Queries, keys and values of an input, or some of them, each [B, A, T, E]; all positions
+        lie before `end`."""
+        width = x_BTD.shape[-1]
+        linear, start, stop = self.query_key_value, parts.start * width, parts.stop * width
+        normed_BTD = self.attention_norm(x_BTD)
+        if isinstance(linear, NearLinear):
+            projected = linear.rows(normed_BTD, start, stop).to(self.dtype)
+        else:
+            projected = F.linear(normed_BTD, linear.weight[start:stop])
+        heads, values = self.num_attention_heads, ALL.stop - 1 - parts.start
+        parts_BTNAE = projected.unflatten(-1, (-1, heads, width // heads))
         # Together, and in few calls: while decoding, these cost more than sums.
-        turning = parts_BTNAE[:, :, :2]
+        turning = parts_BTNAE[:, :, :values]
         cos, sin = self._rotary(end)[positions_BT].unbind(2)
         turned = torch.addcmul(turning * cos, turning.roll(width // heads // 2, -1), sin)
-        query, keys = (part_BTAE.transpose(1, 2) for part_BTAE in turned.unbind(2))
-        return query, keys, parts_BTNAE[:, :, 2].transpose(1, 2)
+        split = (*turned.unbind(2), *parts_BTNAE[:, :, values:].unbind(2))
+        return [part_BTAE.transpose(1, 2) for part_BTAE in split]
 
     def finish(self, x_BTD: Tensor, mixed_BATE: Tensor) -> Tensor:
         """The layer's output [B, T, D] from its input and what attention mixed."""
@@ -106,25 +116,21 @@ class PrefixLayer(nn.Module):
         )
         return self.finish(x_BTD, mixed_BATE)
 
-    def take_in(self, x_BTD: Tensor, positions_BT: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """Of what was read at some positions, what `look` is given there, [B, T, 2 * D], and keys
-        and values, [2, B, A, T, E]."""
-        query, keys, values = self.project(x_BTD, positions_BT, end)
-        asking_BTX = torch.cat([x_BTD, query.transpose(1, 2).flatten(2)], dim=-1)
-        return asking_BTX, torch.stack([keys, values])
+    def keys_and_values(self, x_BTD: Tensor, positions_BT: Tensor, end: int) -> Tensor:
+        """From what was read at some positions, [2, B, A, T, E]."""
+        return torch.stack(self.project(x_BTD, positions_BT, end, KEYS_AND_VALUES))
 
     def look(
         self,
-        asking_BPX: Tensor,
+        x_BPD: Tensor,
         positions_BP: Tensor,
         end: int,
         held_LBASE: Tensor,
         visible_BPS: Tensor | None = None,
     ) -> Tensor:
-        """The output [B, P, D] at some positions from keys and values of the text, of which each
+        """The output [B, P, D] at some positions from `keys_and_values` of the text, of which each
         sees what is visible to it; by default all."""
-        x_BPD, query_BPD = asking_BPX.chunk(2, dim=-1)
-        query_BAPE = query_BPD.unflatten(-1, (self.num_attention_heads, -1)).transpose(1, 2)
+        (query_BAPE,) = self.project(x_BPD, positions_BP, end, QUERY)
         mask = None if visible_BPS is None else visible_BPS[:, None]
         keys, values = held_LBASE
         if query_BAPE.shape[2] == 1 and keys.is_cpu and keys.dtype == torch.bfloat16:

@@ -26,6 +26,8 @@ def test_products_are_near(dtype: torch.dtype, with_bias: bool) -> None:
         assert got.dtype == dtype and got.shape == expected.shape
         error_R = (got - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
         assert 0 < error_R.max() < 0.03
+        part = near.rows(x_RD, 20, 70)
+        torch.testing.assert_close(part, near.rows(x_RD)[..., 20:70], rtol=0, atol=0)
         # Of nothing comes nothing, or the bias.
         zero_O = near.rows(torch.zeros(1, 96, dtype=dtype))[0]
         assert torch.equal(zero_O, linear.bias.float() if with_bias else torch.zeros(200))
@@ -45,6 +47,8 @@ def test_a_layer_that_hands_an_input_on_keeps_its_other_weights(first: int) -> N
         near, besides = Int8Linear(linear.weight, None), linear(x_RD) - x_RD[:, own]
         error_RD = near(x_RD) - linear(x_RD)
         assert float(error_RD.norm() / besides.norm()) < 0.05
+        part = near.rows(x_RD, 20, 70)
+        torch.testing.assert_close(part, near.rows(x_RD)[:, 20:70], rtol=0, atol=0)
         made = near(x_RD)
         linear.weight.mul_(2)
         assert torch.equal(near(x_RD), made)  # what is handed on follows no more than the rest

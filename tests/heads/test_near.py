@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from medusa_heads.heads import near
 from medusa_heads.heads.int8 import Int8Linear
@@ -45,6 +46,11 @@ def test_few_rows_are_multiplied_by_a_packed_matrix(with_bias: bool, packed: lis
         got = layer(x_RD)
         torch.testing.assert_close(got, exact(x_RD), atol=1e-5, rtol=1e-4)
         assert packed == [few] * bool(few)
+    x_RD = torch.randn(2, 96)
+    packed.clear()
+    bias_O = None if exact.bias is None else exact.bias[20:70]
+    assert torch.equal(layer.rows(x_RD, 20, 70), linear(x_RD, exact.weight[20:70], bias_O))
+    assert not packed
 
 
 @pytest.mark.parametrize("kind", [PackedLinear, Int8Linear])

@@ -94,12 +94,12 @@ def test_drafting_reads_what_training_reads(
     assert layer is not None
     x_BTD = layer.read(hidden_BTD, heads.embed(ids_BT.roll(-1, dims=1)))
     positions_BT = torch.arange(9).expand(2, -1)
-    asking_BTX, held_LBASE = layer.take_in(x_BTD, positions_BT, 9)
+    held_LBASE = layer.keys_and_values(x_BTD, positions_BT, 9)
     at = slice(5, 6)
     masked = [(held_LBASE[..., : 6 + off, :], None), (held_LBASE, torch.arange(9) < 6 + off)]
     for held, visible_S in masked:
         visible = None if visible_S is None else visible_S.expand(2, 1, -1)
-        got = layer.look(asking_BTX[:, at], positions_BT[:, at], 9, held, visible)
+        got = layer.look(x_BTD[:, at], positions_BT[:, at], 9, held, visible)
         difference = float((got - encoded_BTE[:, at]).norm() / encoded_BTE[:, at].norm())
         assert (difference < (1e-5 if dtype == torch.float32 else 0.02)) == (off == 0)
 
