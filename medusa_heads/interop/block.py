@@ -38,10 +38,11 @@ from medusa_heads.interop.said import (
     steps_said,
 )
 from medusa_heads.interop.source import Source
+from medusa_heads.settings import MOST
 from medusa_heads.target.layers import decoder_layers
 
 DFLASH_MARK = r"(encoder\.output_norm_enc|hidden_norm)\.weight"
-DSPARK_MARK = r"markov_head\.markov_w[12]\.weight"
+DSPARK_MARK = r"(logit_head\.)?(markov_head\.)?markov_w[12]\.weight"
 _ASSISTANT = {
     "encoder.fc.weight": "fc.weight",
     "encoder.output_norm_enc.weight": "hidden_norm.weight",
@@ -51,7 +52,13 @@ _CORRECTION = {
     "correction.before.weight": "markov_head.markov_w1.weight",
     "correction.after.weight": "markov_head.markov_w2.weight",
 }
-_CONFIDENCE = "confidence_head."
+# ModelOpt's, and SpecForge's of earlier versions.
+_ELSEWHERE = {
+    f"{place}{name}.weight": f"markov_head.{name}.weight"
+    for place in ("", "logit_head.markov_head.")
+    for name in ("markov_w1", "markov_w2")
+}
+_CONFIDENCE = ("confidence_head.", "confidence_proj.", "logit_head.confidence_head.")
 _MASK_FILE = "mask_embedding.pt"
 _QUERY = re.compile(r"layers\.(\d+)\.self_attn\.q_proj\.weight")
 
@@ -109,6 +116,28 @@ def assistant(stored: StoredHeads) -> tuple[dict[str, Tensor], dict[str, Any]]:
     }
 
 
+def projector_said(source: Source) -> str | None:
+    """The layout by what is said to stand behind a block, where architectures say DFlash of all."""
+    nested = source.config.get("dflash_config")
+    said = nested.get("projector_type") if isinstance(nested, dict) else None
+    return said if said in ("dspark", "domino") else None
+
+
+def check_block(source: Source, model: Any, config: HeadsConfig) -> list[str]:
+    """What the user should know of a block and its target. Raises ValueError: `check_assistant`, or
+    the target hands its embeddings to blocks of these authors scaled."""
+    if source.config.get("model_type") == ASSISTANT_TYPE:
+        check_assistant(model, config)
+    elif "speculators_model_type" not in source.config:  # whose blocks read what lies there
+        _check_scale(model, "its authors' code", "train heads for this target")
+        if len(decoder_layers(model, "name another target")) - 1 in (config.features or ()):
+            return [
+                "the target's last layer is read before the final norm, as vLLM and SGLang read "
+                "it; its authors' code for transformers reads it behind that"
+            ]
+    return []
+
+
 def check_assistant(model: Any, config: HeadsConfig) -> None:
     """Raises ValueError: these heads read the target's last layer, before the final norm, and
     assistants of transformers behind it; or the target's embeddings, which transformers hands to
@@ -119,13 +148,17 @@ def check_assistant(model: Any, config: HeadsConfig) -> None:
             f"heads here read the target's last layer ({last}) before the final norm, and "
             "transformers' assistants behind it: train with features of other layers"
         )
+    _check_scale(model, "transformers' assistants", "decode with this package")
+
+
+def _check_scale(model: Any, others: str, instead: str) -> None:
     embeddings = model.get_input_embeddings()
     # A model without weights holds no value of a buffer; the number beside it is a plain one.
     scale = getattr(embeddings, "scalar_embed_scale", getattr(embeddings, "embed_scale", None))
     if isinstance(scale, Tensor) or scale not in (None, 1):
         raise ValueError(
             f"the target ({type(model).__name__}) scales its token embeddings (embed_scale), which "
-            "heads here read unscaled and transformers' assistants scaled: decode with this package"
+            f"heads here read unscaled and {others} scaled: {instead}"
         )
 
 
@@ -135,7 +168,7 @@ def read(
     """Heads under our names, and what the user should know; `target_vocab`: rows of the target's
     lm_head, where it is known; `corrected` as DSpark's are. Raises ValueError: a block of another
     kind, or a tensor or setting that is missing, surplus or ill-fitting."""
-    source.call(_ASSISTANT)
+    source.call(_ASSISTANT | _ELSEWHERE)
     top, layers, notices = source.config, layers_said(source), list[str]()
     nested = top.get("dflash_config") or {}
     if not isinstance(nested, dict):
@@ -180,7 +213,7 @@ def read(
         vocab_matrix="shared" if own is None else "own",
         draft_vocab_size=own if "d2t" in source.files else None,
         correction_rank=rank or None,
-        features=_features(source, said, hidden_size),
+        features=_features(source, said, hidden_size, len(numbers), notices),
         decoder=BlockShape.from_dict(shape_said(layers, rows) | shape),
         hidden_size=hidden_size,
         vocab_size=vocab_size,
@@ -203,7 +236,9 @@ def _check_kind(source: Source, said: tuple[Mapping[str, Any], ...], corrected: 
     )
     strange = {
         "layers with a window (layer_types)": windows or one_of_said(said, "use_swa"),
-        "targets that lie a token further on (shift_label)": one_of_said(said, "shift_label"),
+        # DSpark's always do: its anchor drafts the first.
+        "targets that lie a token further on (shift_label)": one_of_said(said, "shift_label")
+        and not (corrected and one_of_said(said, "sample_from_anchor") is not False),
         "queries that see only what stands before them (causal)": one_of_said(said, "causal")
         or one_of_said(said, "is_causal"),
         "attention sinks": one_of_said(said, "attention_sink_bias", "add_swa_attention_sink_bias"),
@@ -226,9 +261,27 @@ def _check_kind(source: Source, said: tuple[Mapping[str, Any], ...], corrected: 
         raise ValueError(f"{source.name!r} holds a block with {found[0]}: blocks here have none")
 
 
-def _features(source: Source, said: tuple[Mapping[str, Any], ...], hidden_size: int) -> list[int]:
+def _features(
+    source: Source,
+    said: tuple[Mapping[str, Any], ...],
+    hidden_size: int,
+    num_layers: int,
+    notices: list[str],
+) -> list[int]:
     out = one_of_said(said, "target_layer_ids", "dspark_target_layer_ids")
     into = one_of_said(said, key := "aux_hidden_state_layer_ids")
+    most = one_of_said(said, "num_target_layers")
+    if not into and not out and most is not None:
+        out = _usual_layers(number_said("num_target_layers", most, 1, MOST), num_layers)
+        notices.append(f"which layers it reads is not said: {out}, as its authors' code does then")
     if into or not out:
         return layer_ids(source, into, key, hidden_size, first=1)
     return layer_ids(source, out, "target_layer_ids", hidden_size, first=0)
+
+
+def _usual_layers(num_target_layers: int, num_layers: int) -> list[int]:
+    """What the authors' code reads: as many of the target's layers as the block has, from layer 1
+    to the third last."""
+    if num_layers == 1:
+        return [num_target_layers // 2]
+    return [round(1 + i * (num_target_layers - 4) / (num_layers - 1)) for i in range(num_layers)]

@@ -26,8 +26,13 @@ from medusa_heads.config import HeadsConfig
 from medusa_heads.files import expanded
 from medusa_heads.hub.names import refuse_revision
 from medusa_heads.interop import ReadFormat, eagle3
-from medusa_heads.interop.block import ASSISTANT_TYPE, check_assistant
-from medusa_heads.interop.decoders import EMBEDDINGS, check_embeddings
+from medusa_heads.interop.block import check_block, projector_said
+from medusa_heads.interop.decoders import (
+    EMBEDDINGS,
+    check_embeddings,
+    check_unquantised,
+    without_prefix,
+)
 from medusa_heads.interop.formats import DECODERS, FORMATS, Layout, find
 from medusa_heads.interop.layout import heads_config, read_heads, shared_matrix
 from medusa_heads.interop.source import Source, open_source
@@ -39,8 +44,10 @@ TARGET_FOLDER = "target"
 # What is taken for heads, by the names of its tensors.
 _NO_HEADS = {
     r".*\.lora_[AB](\..*)?\.weight": "a LoRA adapter: peft puts that into its target",
-    r"mtp\..*": "multi-token-prediction modules: medusa-heads generate --drafter mtp drafts with "
-    "those of a target",
+    r"(.*\.)?mtp(_\w+)?\..*|.*\.(eh_proj|enorm|hnorm)\.weight": "multi-token-prediction modules: "
+    "medusa-heads generate --drafter mtp drafts with those of a target",
+    r"(model\.)?fc\.(weight|bias)|fusion_fc\..*": "a layer of EAGLE-1 or EAGLE-2: convert one of "
+    "EAGLE-3",
     r"(model|transformer|gpt_neox)\..*layers?\..*|transformer\.h\..*": "a whole model: train "
     "heads for it with train-heads",
 }
@@ -99,9 +106,11 @@ def convert_heads(
             f"{os.fspath(source)!r} is a heads checkpoint of this package already: use it as it "
             "is, or write it for an engine with medusa-heads export"
         )
+    without_prefix(found)
     source_format = source_format or _detect(found)
     _check_layout(found, source_format)
-    decoder = DECODERS.get(source_format)
+    if decoder := DECODERS.get(source_format):
+        check_unquantised(found)
     layout = Layout({}, {}) if decoder else find(found, source_format)
     if extract_target and (not layout.whole_model or target is not None):
         raise ValueError(
@@ -134,10 +143,10 @@ def convert_heads(
         )
     if known is not None:
         check_layers(known.model, config.features or ())
-        if found.config.get("model_type") == ASSISTANT_TYPE:
-            check_assistant(known.model, config)
-        if decoder is not None and EMBEDDINGS in found.files:
-            check_embeddings(found, known.embeddings_VD())
+        if config.kind == "block":
+            layout.notices += check_block(found, known.model, config)
+        if decoder is not None:
+            check_embeddings(found, config, known)
     elif decoder is not None and EMBEDDINGS in found.files:
         layout.notices.append("--target would tell whether these embeddings are the target's")
     if decoder is None:
@@ -200,7 +209,7 @@ def _check_layout(source: Source, name: ReadFormat) -> None:
         raise ValueError(
             f"{source.name!r} is not in the layout {name!r}: it looks like {_detect(source)!r}"
         )
-    said = source.config.get("speculators_model_type")
+    said = source.config.get("speculators_model_type") or projector_said(source)
     architectures = source.config.get("architectures")
     if said is None and isinstance(architectures, list):
         said = next((_SAID[each] for each in architectures if each in list(_SAID)), None)

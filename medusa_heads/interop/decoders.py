@@ -9,6 +9,7 @@ Shapes: D hidden, V vocabulary, C tokens that can be drafted.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -26,10 +27,16 @@ from medusa_heads.config import HeadsConfig
 from medusa_heads.decoder_shape import LayerShape
 from medusa_heads.interop.said import one_of_said
 from medusa_heads.interop.source import IDS, Source
+from medusa_heads.interop.target_files import TargetVocabulary
 from medusa_heads.settings import MOST
 
 EMBEDDINGS = "embed_tokens.weight"
 BESIDE = ("d2t", "t2d", EMBEDDINGS)
+_BEHIND_A_PREFIX = re.compile(r"model\.(midlayer\..*|(layers\.0\.)?hidden_norm\.weight)")
+_QUANTISED = re.compile(
+    r".+\.(weight_(packed|scale(_inv|_2)?|shape|zero_point)|qweight|qzeros|scales|input_scale|g_idx)"
+)
+_BY_TOKENS = ("lm_head.weight", "correction.after.weight")  # a row for each that can be drafted
 _POSITIONS = 131072
 _ROWS, _ROUNDED, _FEW_ROWS = 4096, 0.02, 0.01  # of embeddings that may differ, and how far
 
@@ -86,6 +93,19 @@ def speculators_config(
         "tie_word_embeddings": False,
         **said,
     }
+
+
+def without_prefix(source: Source) -> None:
+    """Let the tensors of a drafter, written as a model of transformers with an lm_head, go by the
+    names that all others have."""
+    if any(_BEHIND_A_PREFIX.fullmatch(name) for name in source.files):
+        source.call({name: name.removeprefix("model.") for name in source.files})
+
+
+def check_unquantised(source: Source) -> None:
+    """Raises ValueError: the names of tensors say that they are quantised."""
+    if found := next(filter(_QUANTISED.fullmatch, sorted(source.files)), None):
+        raise ValueError(f"{source.name!r} is quantised ({found}): convert one that is not")
 
 
 def matrix_shape(source: Source, name: str) -> tuple[int, int]:
@@ -190,33 +210,46 @@ def read_tensors(
         source.check_shape(names[name], wanted)
     tensors = {ours: source.read(theirs) for ours, theirs in names.items()}
     if config.draft_vocab_size is not None:
-        tensors[DRAFT_TOKENS] = _tokens(source, config)
+        tensors[DRAFT_TOKENS], order = _tokens(source, config).sort()
+        for name in set(_BY_TOKENS) & set(tensors):
+            tensors[name] = tensors[name][order]
     if EMBEDDINGS in source.files:
         notices.append("its copy of the token embeddings is left out: the target's own are read")
     return tensors
 
 
 def _tokens(source: Source, config: HeadsConfig) -> Tensor:
+    """Which tokens are drafted, in the order that the source has them in."""
     above_C = source.read("d2t", expected=[*IDS, "int32"]).long()
-    own_C = torch.arange(config.num_candidates)
-    assert config.vocab_size is not None
-    if above_C.shape != own_C.shape or not are_ascending(above_C + own_C, config.vocab_size):
+    own_C, size = torch.arange(config.num_candidates), config.vocab_size
+    assert size is not None
+    same = above_C.shape == own_C.shape
+    if not same or not are_ascending((above_C + own_C).sort().values, size):
         raise ValueError(
-            f"{source.name!r}: d2t must say of {config.num_candidates} tokens, in ascending order, "
-            f"how far their ids among {config.vocab_size} lie above their own"
+            f"{source.name!r}: d2t must say of {config.num_candidates} tokens how far their ids, "
+            f"all different and among {size}, lie above their own"
         )
     if "t2d" in source.files:
         marked_C = source.read("t2d", expected=None).bool().flatten().nonzero().flatten()
-        if not torch.equal(marked_C, above_C + own_C):
+        if not torch.equal(marked_C, (above_C + own_C).sort().values):
             raise ValueError(
                 f"{source.name!r}: t2d does not mark the tokens that d2t says: it is damaged"
             )
     return above_C + own_C
 
 
-def check_embeddings(source: Source, target_VD: Tensor) -> None:
+def check_embeddings(source: Source, config: HeadsConfig, known: TargetVocabulary) -> None:
     """Raises ValueError: a copy of the token embeddings is not the target's, which are read in its
-    place."""
+    place; or an eagle3 layer has them for a vocabulary matrix, and the target has another."""
+    tied = config.vocab_matrix == "shared" and source.config.get("tie_word_embeddings")
+    if tied and config.kind == "eagle3" and not torch.equal(known.weight_VD, known.embeddings_VD()):
+        raise ValueError(
+            f"{source.name!r} has its token embeddings for a vocabulary matrix, and the target's "
+            "lm_head is none (tie_word_embeddings): heads here would read that"
+        )
+    if EMBEDDINGS not in source.files:
+        return
+    target_VD = known.embeddings_VD()
     own_VD, differing = source.read(EMBEDDINGS), 0
     if own_VD.shape == target_VD.shape:
         for own, target in zip(own_VD.split(_ROWS), target_VD.split(_ROWS), strict=True):

@@ -5,6 +5,7 @@ Layers are counted there by what goes into them, here, and in `eagle_config`, by
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -30,6 +31,34 @@ from medusa_heads.interop.source import Source
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 MARK = r"midlayer\..*|layers\.0\.hidden_norm\.weight"
+# What SpecForge's files may say of the target's layers; theirs is Llama's.
+_LIKE_LLAMA = (None, "llama", "phi3", "qwen2")
+_OTHERS = {
+    r".*\.kv_[ab]_.*": "a layer with latent attention (MLA)",
+    r".*\.[qk]_norm\.weight": "a layer with norms of queries and keys, as Qwen3's",
+    r"mask_hidden": "a layer that drafts all tokens at once (P-EAGLE)",
+    r"parallel_draft_heads\..*": "a layer with Medusa heads behind it",
+}
+# SGLang's earlier names of the norms of three features.
+_EARLIER = {
+    f"aux_norm_{place}.weight": f"fc_norm.{i}.weight"
+    for i, place in enumerate(("low", "mid", "high"))
+}
+# Targets of which SGLang 0.5.23 takes eagle_config's layers for those whose inputs are read, unless
+# the first is 1; of all others it takes them for those whose outputs are read.
+_BY_INPUTS = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "kimi_k2",
+)
+_NORMS = {  # of ModelOpt's settings, those of other layers
+    "use_mtp_layernorm": True,
+    "use_last_layernorm": False,
+    "use_input_layernorm_in_first_layer": False,
+}
 
 
 def written(
@@ -66,7 +95,8 @@ def written(
         return tensors, speculators_config(stored, "eagle3", layers, said)
     eagle_config: dict[str, Any] = {"use_aux_hidden_state": bool(features)}
     if features:
-        eagle_config["eagle_aux_hidden_state_layer_ids"] = features
+        more = features[0] > 1 and stored.target.get("model_type") in _BY_INPUTS
+        eagle_config["eagle_aux_hidden_state_layer_ids"] = [number + more for number in features]
         said["num_aux_hidden_states"] = len(features)
     return tensors, {
         "architectures": [ARCHITECTURE],
@@ -78,19 +108,36 @@ def written(
     }
 
 
+def misread_by_sglang(stored: StoredHeads) -> str | None:
+    """Why SGLang 0.5.23 drafts badly with heads that are written in the authors' layout, though it
+    does not say so; None where nothing is known to be amiss."""
+    config, features = stored.config, stored.config.features or ()
+    shape = config.decoder
+    if shape is None or (isinstance(shape, DecoderShape) and shape.norm_before_residual):
+        return (
+            "it knows no norm_before_residual, and adds the layer's output to what was not "
+            "normalised"
+        )
+    if len(features) == 1:
+        return "it leaves out fc.weight of a single feature"
+    if features[:1] == (0,) and stored.target.get("model_type") in _BY_INPUTS:
+        return "it can be told to read no output of layer 0 of such a target"
+    return None
+
+
 def read(
     source: Source, target_vocab: int | None, num_layers: int | None = None
 ) -> tuple[HeadsConfig, dict[str, Tensor], list[str]]:
     """Heads under our names, and what the user should know; `target_vocab`: rows of the target's
     lm_head, `num_layers`: its layers, where they are known. Raises ValueError: a layer of another
     kind, or a tensor or setting that is missing, surplus or ill-fitting."""
+    source.call(_EARLIER)
     top, layers, notices = source.config, layers_said(source), list[str]()
     nested = top.get("eagle_config") or {}
     if not isinstance(nested, dict):
         raise ValueError(f"config.json: eagle_config must be an object, got {nested!r}")
     said = (top, nested)
-    if (kind := layers.get("model_type")) not in (None, "llama"):
-        raise ValueError(f"{source.name!r} holds a layer of {kind!r}: heads here hold Llama's")
+    _check_kind(source, nested, layers.get("model_type"))
     if has_windows((layers, top)):
         raise ValueError(
             f"{source.name!r} holds a layer with a window (layer_types): heads here see the whole "
@@ -116,19 +163,41 @@ def read(
         )
     else:
         agree(source, "num_hidden_layers", claimed, 1)
+    features = _features(source, nested, hidden_size, num_layers, notices)
+    unread = ("fc.weight",) if features is None and "fc.weight" in source.files else ()
+    if unread:
+        notices.append(
+            "fc.weight is left out: the last hidden state is read (use_aux_hidden_state)"
+        )
     config = HeadsConfig(
         kind="eagle3",
         num_heads=steps_said(source, notices),
         vocab_matrix="shared" if drafted is None else "own",
         draft_vocab_size=drafted if "d2t" in source.files else None,
-        features=_features(source, nested, hidden_size, num_layers, notices),
-        decoder=_shape(said, layers, rows),
+        features=features,
+        decoder=_shape(source, said, layers, rows),
         hidden_size=hidden_size,
         vocab_size=vocabulary_size(source, (layers, top), target_vocab, drafted),
     )
     theirs = partial(_theirs, layer=layer)
-    tensors = read_tensors(source, config, theirs, "EAGLE-3's one layer", notices)
+    tensors = read_tensors(source, config, theirs, "EAGLE-3's one layer", notices, unread)
     return config, tensors, notices
+
+
+def _check_kind(source: Source, nested: Mapping[str, Any], kind: Any) -> None:
+    """Raises ValueError, by name: a layer of another kind, or several."""
+    if kind not in _LIKE_LLAMA:
+        raise ValueError(f"{source.name!r} holds a layer of {kind!r}: heads here hold Llama's")
+    what = [_OTHERS[o] for o in _OTHERS if any(re.fullmatch(o, name) for name in source.files)]
+    what += [f"a layer of other norms ({n})" for n in _NORMS if nested.get(n) is _NORMS[n]]
+    if what:
+        raise ValueError(f"{source.name!r} holds {what[0]}: heads here hold Llama's")
+    numbers = {match[1] for name in source.files if (match := _LAYER.match(name))}
+    if len(numbers) > 1:
+        raise ValueError(f"{source.name!r} holds {len(numbers)} layers: heads here hold one")
+
+
+_LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 def _theirs(ours: str, layer: str) -> str:
@@ -136,13 +205,18 @@ def _theirs(ours: str, layer: str) -> str:
     return ours.removeprefix("decoder.").replace("midlayer.", layer, 1)
 
 
-def _shape(said: Sequence[Mapping[str, Any]], layers: Mapping[str, Any], rows: int) -> DecoderShape:
+def _shape(
+    source: Source, said: Sequence[Mapping[str, Any]], layers: Mapping[str, Any], rows: int
+) -> DecoderShape:
     """Of the layer; what is said of its norms may stand in `eagle_config`, as NVIDIA's files have
-    it, whose TensorRT-LLM calls one of them by another name."""
+    it, whose TensorRT-LLM calls one of them by another name. Of those that have weights these tell
+    where nothing is said."""
     before = one_of_said(said, "norm_before_residual")
     if before is None:  # speculators' own default differs from that of the files that vLLM reads
         before = "speculators_model_type" in said[0]
     each, together = (one_of_said(said, key) for key in ("fc_norm", "norm_before_fc"))
+    if each is None and together is None:
+        each, together = (f"{n}.weight" in source.files for n in ("fc_norm.0", "input_norm"))
     norm = "each" if each else "all" if together else "none"
     everywhere = (*said, layers)
     behind = one_of_said(everywhere, "norm_output")
@@ -176,9 +250,21 @@ def _features(
             f"{source.name!r} does not say which layers it reads: give the target, or add {key}, "
             "for a target of L layers by default [2, L // 2, L - 3], to its config.json"
         )
+    by = "outputs"
+    # There projects count in either way: ModelOpt and SpecForge what comes out, others what goes
+    # in. Which it is, the usual layers tell, and one behind the last.
+    if not into and isinstance(ids, list) and (ids == usual or ids[-1] == num_layers):
+        by, into = "inputs", ids
     features = layer_ids(source, ids, key, hidden_size, first=1 if into else 0)
-    if not into:
-        notices.append(f"eagle_config's layers {ids} are taken for those whose outputs are read")
+    if not source.config.get(key) and nested.get(key):
+        doubt = (
+            f"; if they are counted by what goes in, say them beside eagle_config too ({key})"
+            if by == "outputs" and ids[0] != 1
+            else ""
+        )
+        notices.append(
+            f"eagle_config's layers {ids} are taken for those whose {by} are read{doubt}"
+        )
     return features
 
 

@@ -131,10 +131,9 @@ class Outgoing:
         write_tensors(folder / "model.safetensors", tensors)
         base_model = self.stored.target.get("name_or_path")
         write_json(folder / CONFIG_FILE, {"base_model_name_or_path": base_model, **config})
-        if to == "eagle3" and config["norm_before_residual"]:
+        if to == "eagle3" and (why := eagle3.misread_by_sglang(self.stored)):
             self.notices.append(
-                "SGLang 0.5 drafts badly with these heads, and does not say so: it knows no "
-                "norm_before_residual, and adds the layer's output to what was not normalised"
+                f"SGLang 0.5 drafts badly with these heads, and does not say so: {why}"
             )
         if to == "transformers":
             self.notices.append(

@@ -41,23 +41,23 @@ def shape_said(said: Mapping[str, Any], query_rows: int) -> dict[str, Any]:
     to be null is what they do not say. Raises ValueError: positions that are no object, or that
     differ by layer."""
     said = {key: value for key, value in said.items() if value is not None}
-    heads, rope = said.get("num_attention_heads"), said.get("rope_parameters")
-    rope = rope or said.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
+    heads, whole = said.get("num_attention_heads"), said.get("rope_parameters") or {}
+    rope = said.get("rope_scaling") or whole  # the former first, as transformers reads them
+    if not isinstance(rope, dict) or not isinstance(whole, dict):
         raise ValueError(f"config.json: rope_parameters must be an object, got {rope!r}")
     if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
         raise ValueError(
             f"config.json: rope_parameters say positions of {nested[0]!r} alone, and all layers "
             "here have the same"
         )
-    rope = dict(rope)
+    # Of text alone the three positions of multimodal drafters are one.
+    rope = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
     if rope.get("rope_theta") is None:
-        rope["rope_theta"] = said.get("rope_theta", 10_000.0)
+        rope["rope_theta"] = said.get("rope_theta", whole.get("rope_theta") or 10_000.0)
     if "partial_rotary_factor" in said:
         rope.setdefault("partial_rotary_factor", said["partial_rotary_factor"])
     rope.setdefault("rope_type", rope.pop("type", "default"))
-    if rope["rope_type"] == "mrope":  # of text alone its three positions are one
-        rope = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+    if rope["rope_type"] == "mrope":
         rope["rope_type"] = "default"
     if rope["rope_type"] in ("llama3", "yarn"):
         key = "original_max_position_embeddings"

@@ -19,6 +19,8 @@ from tests.interop.layers import (
     FEW,
     PLAIN_DFLASH,
     PLAIN_DSPARK,
+    WIDTH,
+    Tensors,
     block,
     eagle3,
     eagle3_config,
@@ -171,3 +173,77 @@ def test_own_files_of_two_checkpoints(tmp_path: Path, target: Path, kind: str) -
         if kind == "eagle3":
             with pytest.raises(ValueError, match="asks for layer 7"):
                 export_heads(folders[0], tmp_path / "out", "eagle3", target=str(target))
+
+
+def without(tensors: Tensors, *names: str) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+def nested(**said: Any) -> dict[str, Any]:
+    """Three layers, and what else eagle_config says."""
+    ids = {"eagle_aux_hidden_state_layer_ids": [1, 5, 8]}
+    return eagle3_config(eagle_aux_hidden_state_layer_ids=None, eagle_config=ids | said)
+
+
+LAYER = "layers.0.self_attn"
+OF_EAGLE1 = {
+    name: torch.ones(2, 2)
+    for name in ("embed_tokens.weight", "fc.bias", "fc.weight", f"{LAYER}.q_proj.weight")
+}
+LATENT = without(eagle3(2, "layers.0"), f"{LAYER}.q_proj.weight") | {
+    f"{LAYER}.kv_a_proj_with_mqa.weight": torch.ones(2, 2)
+}
+TWO = eagle3(2, "layers.0") | {"layers.1.input_layernorm.weight": torch.ones(D)}
+Q_NORM = {f"{LAYER}.q_norm.weight": torch.ones(WIDTH)}
+FP8 = {"midlayer.self_attn.q_proj.weight_scale": torch.ones(1)}
+HEADS = {"parallel_draft_heads.0.medusa_layers.0.linear.weight": torch.ones(D, D)}
+NEXT = {f"model.layers.0.{n}.weight": torch.ones(2) for n in ("enorm", "hnorm", "eh_proj")}
+OTHERS: dict[str, tuple[Tensors, dict[str, Any], str]] = {
+    "EAGLE-1": (OF_EAGLE1, {"model_type": "llama"}, "no heads but a layer of EAGLE-1 or EAGLE-2"),
+    "of vLLM": (
+        {"fc.weight": torch.ones(2), "model.layers.0.mlp.up_proj.weight": torch.ones(2)},
+        {"model_type": "eagle"},
+        "no heads but a layer of EAGLE-1 or EAGLE-2",
+    ),
+    "speculators' eagle": (
+        {"fusion_fc.weight": torch.ones(2, 2), "transformer.mlp.up_proj.weight": torch.ones(2, 2)},
+        {"speculators_model_type": "eagle"},
+        "no heads but a layer of EAGLE-1 or EAGLE-2",
+    ),
+    "NextN": (NEXT, {}, "no heads but multi-token-prediction modules"),
+    "MiMo": (
+        {"model.mtp_layers.0.input_proj.weight": torch.ones(2)},
+        {},
+        "no heads but multi-token-prediction modules",
+    ),
+    "latent attention": (LATENT, eagle3_config(), "a layer with latent attention (MLA): heads"),
+    "two layers": (TWO, eagle3_config(num_hidden_layers=2), "holds 2 layers: heads here hold one"),
+    "norms of queries": (eagle3(2, "layers.0") | Q_NORM, eagle3_config(), "of queries and keys"),
+    "P-EAGLE": (
+        eagle3(2, "layers.0") | {"mask_hidden": torch.ones(1, 1, 2 * D)},
+        eagle3_config(),
+        "a layer that drafts all tokens at once (P-EAGLE): heads",
+    ),
+    "heads behind a layer": (eagle3(2) | HEADS, eagle3_config(), "with Medusa heads behind it"),
+    "fp8": (eagle3(2) | FP8, eagle3_config(), "q_proj.weight_scale): convert one that is not"),
+    "4 bits": (
+        without(eagle3(2), "midlayer.self_attn.q_proj.weight")
+        | {"midlayer.self_attn.q_proj.weight_packed": torch.ones(2)},
+        eagle3_config(),
+        "is quantised (midlayer.self_attn.q_proj.weight_packed)",
+    ),
+    "a block in fp8": (
+        block() | {"layers.0.mlp.up_proj.weight_scale_inv": torch.ones(1)},
+        speculators("dspark", anchor=True),
+        "is quantised (layers.0.mlp.up_proj.weight_scale_inv)",
+    ),
+    "mtp_layernorm": (eagle3(3), nested(use_mtp_layernorm=True), "use_mtp_"),
+    "no last norm": (eagle3(3), nested(use_last_layernorm=False), "use_last_l"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_heads_here_are_not_is_named(tmp_path: Path, name: str) -> None:
+    tensors, said, message = OTHERS[name]
+    source = written(tmp_path / "theirs", tensors, said)
+    assert message in refused(source, tmp_path)

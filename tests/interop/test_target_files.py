@@ -13,8 +13,8 @@ from medusa_heads import HeadsConfig, TargetModel, new_heads
 from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.interop.convert import convert_heads
 from medusa_heads.interop.export import export_heads
-from tests.interop import layouts
-from tests.interop.layouts import native_tensors
+from tests.interop import layers, layouts
+from tests.interop.layouts import D, V, native_tensors
 
 CODE = {
     "configuration_my.py": "from transformers import LlamaConfig\n"
@@ -113,3 +113,19 @@ def test_an_assistant_for_scaled_embeddings_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"\(Gemma3ForCausalLM\) scales its token embeddings"):
         export_heads(tmp_path / "heads", tmp_path / "out", "transformers", target=gemma)
     export_heads(tmp_path / "heads", tmp_path / "out", "dflash", target=gemma)
+
+
+def test_blocks_that_read_a_target_s_embeddings_scaled(tmp_path: Path) -> None:
+    """Their authors' code asks the target's module, speculators' reads what lies in it."""
+    gemma = Gemma3TextConfig(
+        vocab_size=V, hidden_size=D, intermediate_size=32, num_hidden_layers=3, head_dim=8
+    )
+    Gemma3ForCausalLM(gemma).save_pretrained(tmp_path / "gemma")
+    target, tensors = str(tmp_path / "gemma"), layers.block(corrected=False)
+    source = layers.written(tmp_path / "authors", tensors, layers.PLAIN_DFLASH)
+    message = "scales its token embeddings .* its authors' code scaled: train heads for this target"
+    with pytest.raises(ValueError, match=message):
+        convert_heads(source, tmp_path / "refused", target=target)
+    said = layers.speculators("dflash", anchor=False)
+    source = layers.written(tmp_path / "speculators", tensors, said)
+    convert_heads(source, tmp_path / "ours", target=target)

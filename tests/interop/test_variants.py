@@ -114,9 +114,14 @@ def test_the_target_s_vocabulary_matrix_is_read_where_there_is_none(
     torch.testing.assert_close(got_TV[:-1], expected_TV[:-1], atol=1e-4, rtol=1e-4)
 
 
-def test_positions_of_images_are_those_of_text(tmp_path: Path, target: Path) -> None:
+@pytest.mark.parametrize(
+    "said", [{"type": "mrope"}, {"rope_type": "default", "mrope_interleaved": True}], ids=str
+)
+def test_positions_of_images_are_those_of_text(
+    tmp_path: Path, target: Path, said: dict[str, Any]
+) -> None:
     """Drafters of multimodal targets say so; of text alone their three positions are one."""
-    rope = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    rope = said | {"mrope_section": [2, 3, 3]}
     source = written(tmp_path / "theirs", eagle3(2), eagle3_config(rope_scaling=rope))
     made = convert_heads(source, tmp_path / "ours", target=str(target))
     assert made.stored.config.decoder is not None
@@ -217,3 +222,17 @@ def test_the_length_of_before_may_stand_beside_the_positions(tmp_path: Path, tar
     assert made.stored.config.decoder is not None
     rope = made.stored.config.decoder.rope_parameters
     assert rope["original_max_position_embeddings"] == 512
+
+
+def test_scaled_positions_go_before_plain_ones(tmp_path: Path, target: Path) -> None:
+    """As transformers and with it vLLM read what is said in an earlier and in a later way."""
+    said = eagle3_config(
+        rope_theta=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 700.0},
+        rope_scaling={"type": "linear", "factor": 4.0},
+    )
+    source = written(tmp_path / "theirs", eagle3(2), said)
+    made = convert_heads(source, tmp_path / "ours", target=str(target))
+    assert made.stored.config.decoder is not None
+    rope = made.stored.config.decoder.rope_parameters
+    assert rope == {"rope_type": "linear", "factor": 4.0, "rope_theta": 700.0}
