@@ -256,6 +256,11 @@ def _features(
     if not into and isinstance(ids, list) and (ids == usual or ids[-1] == num_layers):
         by, into = "inputs", ids
     features = layer_ids(source, ids, key, hidden_size, first=1 if into else 0)
+    if source.config.get(key) and ids == [number - 1 for number in usual]:
+        notices.append(
+            f"{key} {ids} are the usual ones by what comes out of layers, and are taken for those "
+            "whose inputs are read, as vLLM takes them: if few drafts are accepted, say one more"
+        )
     if not source.config.get(key) and nested.get(key):
         doubt = (
             f"; if they are counted by what goes in, say them beside eagle_config too ({key})"

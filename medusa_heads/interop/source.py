@@ -107,7 +107,7 @@ class Source:
         for own, other in names.items():
             if own in self.files and other not in self.files:
                 self.files[other] = self.files.pop(own)
-                self._own_names[other] = own
+                self._own_names[other] = self._own_names.pop(own, own)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor, whose values are not read."""

@@ -198,15 +198,16 @@ MODELOPT = {
 }
 
 
-@pytest.mark.parametrize("place", ["", "logit_head.markov_head."])
+@pytest.mark.parametrize("place", ["", "logit_head.markov_head.", "model."])
 @torch.no_grad()
 def test_a_correction_under_other_names(
     tmp_path: Path, target: Path, decodes: Decodes, place: str
 ) -> None:
     """ModelOpt's and early SpecForge's."""
     tensors = block()
-    stored = {name.replace("markov_head.", place): tensor for name, tensor in tensors.items()}
-    stored["confidence_proj.weight"] = torch.zeros(1, D + RANK)
+    prefix, place = ("model.", "") if place == "model." else ("", place)
+    stored = {prefix + name.replace("markov_head.", place): tensors[name] for name in tensors}
+    stored[f"{prefix}confidence_proj.weight"] = torch.zeros(1, D + RANK)
     made = converted(tmp_path, stored, MODELOPT, target)
     assert made.format == "dspark" and any("confidence head" in each for each in made.notices)
     plain = TargetModel.from_pretrained(str(target))
@@ -290,7 +291,7 @@ def test_layers_are_counted_as_sglang_counts_them(
 ) -> None:
     tensors = eagle3(len(features))
     made = converted(tmp_path, tensors, eagle3_config(**{IDS: [n + 1 for n in features]}), None)
-    stored = replace(made.stored, target=made.stored.target | {"model_type": kind})
+    stored = replace(made.stored, target={**made.stored.target, "model_type": kind})
     _, config = eagle3_layout.written(stored, None)
     assert config["eagle_config"][IDS] == said and config[IDS] == [n + 1 for n in features]
     why = eagle3_layout.misread_by_sglang(stored)

@@ -63,6 +63,22 @@ def test_the_layers_that_are_usual_are_read_where_none_are_said(
         convert_heads(source, tmp_path / "unknown")
 
 
+@pytest.mark.parametrize("said", [[1, 5, 8], [2, 6, 9]], ids=str)
+def test_the_usual_layers_by_what_comes_out_are_doubted(
+    tmp_path: Path, tiny_llama: TinyLlama, said: list[int]
+) -> None:
+    """Some are copied so out of eagle_config, where that is how they are counted."""
+    tiny_llama(num_hidden_layers=12).save_pretrained(tmp_path / "deep")
+    config = eagle3_config(eagle_aux_hidden_state_layer_ids=said)
+    source = written(tmp_path / "theirs", eagle3(3), config)
+    made = convert_heads(source, tmp_path / "ours", target=str(tmp_path / "deep"))
+    assert made.stored.config.features == tuple(layer - 1 for layer in said)
+    doubted = [
+        notice for notice in made.notices if "are the usual ones by what comes out" in notice
+    ]
+    assert len(doubted) == (said == [1, 5, 8])
+
+
 def test_token_embeddings_of_its_own_are_refused(tmp_path: Path, target: Path) -> None:
     """They may have been trained with the layer, which then drafts badly from the target's."""
     embeddings = TargetModel.from_pretrained(str(target)).get_input_embeddings()
