@@ -59,13 +59,17 @@ def layer_settings(
     config: HeadsConfig, shape: LayerShape, model_type: str, num_layers: int = 1
 ) -> dict[str, Any]:
     """The layers as transformers' configurations say them."""
+    rope = dict(shape.rope_parameters)
+    # Which alone transformers reads before its version 5, and engines on such a one.
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     return {
         "model_type": model_type,
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
         **{part.name: getattr(shape, part.name) for part in fields(LayerShape)},
-        "rope_parameters": dict(shape.rope_parameters),
-        "rope_theta": shape.rope_parameters.get("rope_theta"),
+        "rope_parameters": rope,
+        "rope_theta": rope.get("rope_theta"),
+        **({} if rope["rope_type"] == "default" else {"rope_scaling": scaling}),
         "num_hidden_layers": num_layers,
         "hidden_act": "silu",
         "max_position_embeddings": _POSITIONS,

@@ -250,6 +250,8 @@ def _features(
             f"{source.name!r} does not say which layers it reads: give the target, or add {key}, "
             "for a target of L layers by default [2, L // 2, L - 3], to its config.json"
         )
+    if isinstance(ids, list) and all(type(number) is int for number in ids):
+        ids = sorted(ids)  # they are read in the target's order, and ModelOpt wrote a set of them
     by = "outputs"
     # There projects count in either way: ModelOpt and SpecForge what comes out, others what goes
     # in. Which it is, the usual layers tell, and one behind the last.

@@ -92,6 +92,7 @@ def states_of(target: Path, into: list[int]) -> Tensor:
 # In eagle_config, for a target of 12 layers; what goes into which is meant; what is said of that.
 COUNTED: dict[str, tuple[list[int], list[int], str]] = {
     "by outputs": ([1, 5, 8], [2, 6, 9], "whose outputs are read"),
+    "as Python lists a set": ([8, 1, 5], [2, 6, 9], "whose outputs are read"),  # ModelOpt's
     "the usual ones, by inputs": ([2, 6, 9], [2, 6, 9], "whose inputs are read"),
     "behind the last layer": ([8, 10, 12], [8, 10, 12], "whose inputs are read"),
     "others": ([3, 6, 8], [4, 7, 9], "if they are counted by what goes in, say them beside"),

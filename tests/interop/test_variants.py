@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from medusa_heads import TargetModel
 from medusa_heads.checkpoint.stored_heads import read_stored
+from medusa_heads.interop import WrittenFormat
 from medusa_heads.interop.convert import convert_heads
+from medusa_heads.interop.export import export_heads
 from tests.conftest import TinyLlama
 from tests.interop.layers import (
     FEW,
@@ -252,3 +256,34 @@ def test_scaled_positions_go_before_plain_ones(tmp_path: Path, target: Path) -> 
     assert made.stored.config.decoder is not None
     rope = made.stored.config.decoder.rope_parameters
     assert rope == {"rope_type": "linear", "factor": 4.0, "rope_theta": 700.0}
+
+
+SCALED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("to", ["eagle3", "eagle3-speculators", "dflash", "transformers"])
+def test_scaled_positions_are_written_in_both_ways(
+    tmp_path: Path, target: Path, to: WrittenFormat
+) -> None:
+    """Engines on a transformers before 5 read no rope_parameters, and would draft by others."""
+    said: dict[str, Any] = {"rope_scaling": SCALED}
+    if to.startswith("eagle3"):
+        source = written(tmp_path / "theirs", eagle3(2), eagle3_config(**said))
+    else:
+        said |= {"dflash_config": NESTED | {"target_layer_ids": [0]}}
+        tensors = block(corrected=False)
+        tensors["fc.weight"] = tensors["fc.weight"][:, :D].contiguous()
+        source = written(tmp_path / "theirs", tensors, PLAIN_DFLASH | said)
+    made = convert_heads(source, tmp_path / "ours", target=str(target))
+    exported = export_heads(made.folder, tmp_path / "out", to, target=str(target))
+    config = json.loads((exported.folder / "config.json").read_text())
+    layers = config.get("transformer_layer_config", config)
+    assert layers["rope_scaling"] == SCALED and layers["rope_theta"] == 5000.0
+    assert layers["rope_parameters"] == SCALED | {"rope_theta": 5000.0}
+    if to == "transformers":
+        if not hasattr(transformers, "MuseGlimmerAssistantModel"):
+            pytest.skip("this transformers has no block assistant")
+        read = transformers.AutoConfig.from_pretrained(exported.folder)
+        assert read.rope_parameters == SCALED | {"rope_theta": 5000.0}
+    again = convert_heads(exported.folder, tmp_path / "again", target=str(target))
+    assert again.stored.config.decoder == made.stored.config.decoder
