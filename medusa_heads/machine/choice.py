@@ -77,7 +77,7 @@ def choose(
         seconds = _measured(use, where, low, shape)
         chosen, reason = _faster(seconds, low, shape, held=held)
     threads = torch.get_num_threads()
-    if count_threads and where.type == "cpu" and len(thread_counts(where)) > 1:
+    if count_threads and where.type == "cpu" and thread_counts(where) != [threads]:
         seconds = _measured(use, where, low, shape)
         threads = fastest_threads(seconds, dtype_name(chosen)) or threads
     return Choice(where, chosen, threads, reason + doubt)

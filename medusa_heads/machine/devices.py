@@ -7,13 +7,15 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from functools import cache
 from threading import Lock
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from medusa_heads.errors import first_line
+from medusa_heads.machine.container import memory_left
 
 
 def find_device(asked: str | torch.device | None = None) -> torch.device:
@@ -83,6 +85,17 @@ def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
+def in_float64(x: Tensor) -> Tensor:
+    """In double precision; on the CPU where the device has none."""
+    return x.double() if has_float64(x.device) else x.cpu().double()
+
+
+@cache
+def has_float64(device: torch.device) -> bool:
+    """Whether a device computes in double precision, as Macs' GPUs and some of Intel's do not."""
+    return device.type in ("cpu", "cuda") or computes_in(device, torch.float64)
+
+
 def low_precision(device: torch.device, *, training: bool = False) -> torch.dtype | None:
     """bfloat16, or else float16; None for a device that computes in neither. Training takes no
     float16, whose gradients would have to be scaled, nor autocast on mps."""
@@ -98,21 +111,23 @@ def free_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused - held_by_graphs(device)
-    if device.type != "cpu":
+    if device.type == "xpu":
+        unused = torch.xpu.memory_reserved(device) - torch.xpu.memory_allocated(device)
+        try:
+            return int(torch.xpu.mem_get_info(device)[0]) + unused
+        except RuntimeError:  # some of Intel's do not tell
+            return None
+    if device.type not in ("cpu", "mps"):
         return None
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:  # not Linux
-        return None
-    free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
-        kept = (group / "memory.stat").read_text().split()
-        cached = int(kept[kept.index("inactive_file") + 1])  # of files: given up when needed
-        free.append(int(limit) - int(used) + cached)
-    except (OSError, ValueError):  # no such group, or "max": no limit
-        pass
+    from psutil import virtual_memory
+
+    free = []
+    if device.type == "mps":  # which computes in the memory of the processor
+        free.append(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
+    with suppress(OSError):  # no /proc
+        free.append(virtual_memory().available)
+    if (left := memory_left()) is not None:
+        free.append(left)
     return min(free, default=None)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -11,9 +13,12 @@ from typing import Any
 
 import torch
 
+from medusa_heads.machine.container import processors_allowed
+
 ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 """Environment variables that keep torch from instructions which the processor has."""
 
+_CPUINFO = Path("/proc/cpuinfo")
 # Those that decide how fast matrices are multiplied: of x86, then of ARM.
 _INSTRUCTIONS = {
     "avx2", "f16c", "fma", "avx_vnni", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni",
@@ -29,10 +34,9 @@ def machine_facts() -> dict[str, Any]:
 
 @cache
 def _facts() -> dict[str, Any]:
-    processors = _cpuinfo("model name") or [platform.processor() or "unknown"]
     flags = {flag for line in _cpuinfo("flags", "Features")[:1] for flag in line.split()}
     return {
-        "cpu": processors[0],
+        "cpu": _processor(),
         "instructions": sorted(flags & _INSTRUCTIONS),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "cores": usable_cores(),
@@ -47,7 +51,7 @@ def _facts() -> dict[str, Any]:
 def describe_machine() -> dict[str, Any]:
     """The facts, and what may differ from run to run: threads, the Python, and the load over 1, 5
     and 15 minutes; above the number of cores, other work shared the machine."""
-    loads = os.getloadavg() if hasattr(os, "getloadavg") else None
+    loads = load_averages()
     return machine_facts() | {
         "threads": torch.get_num_threads(),
         "load_average": loads and [round(load, 2) for load in loads],
@@ -55,16 +59,41 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def load_averages() -> tuple[float, float, float] | None:
+    """Over 1, 5 and 15 minutes; None where the system does not say."""
+    try:
+        return os.getloadavg()
+    except (AttributeError, OSError):  # Windows; Linux without /proc
+        return None
+
+
 def usable_cores() -> int:
     """Cores this process may use, which in a container can be fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return min(cores, processors_allowed() or cores)
+
+
+def _processor() -> str:
+    """Its name, or what tells it from others."""
+    if names := _cpuinfo("model name"):
+        return names[0]
+    # Linux has no name of ARM's, but numbers.
+    if numbers := [*_cpuinfo("CPU implementer")[:1], *_cpuinfo("CPU part")[:1]]:
+        return " ".join(["ARM", *numbers])
+    if platform.system() == "Darwin":  # where Python knows no more than "arm"
+        with suppress(OSError, subprocess.SubprocessError):
+            ask = ["sysctl", "-n", "machdep.cpu.brand_string"]
+            told = subprocess.run(ask, capture_output=True, text=True, timeout=5, check=True)
+            return told.stdout.strip()
+    return platform.processor() or "unknown"
 
 
 def _cpuinfo(*names: str) -> list[str]:
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        lines = _CPUINFO.read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
         return []
     pairs = (line.partition(":") for line in lines)

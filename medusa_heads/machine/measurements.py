@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_heads.files import read_json, remove_leftovers, replace_json
-from medusa_heads.machine.facts import machine_facts, usable_cores
+from medusa_heads.machine.facts import load_averages, machine_facts, usable_cores
 
 CACHE_VARIABLE = "MEDUSA_HEADS_CACHE"
 _VERSION = 2
@@ -55,7 +55,8 @@ class Contention:
     def seen(self) -> bool:
         now, seconds = _waited(), time.perf_counter() - self._began
         if now is None or self._waited is None:  # the load over a minute says less
-            return hasattr(os, "getloadavg") and os.getloadavg()[0] > usable_cores()
+            loads = load_averages()
+            return loads is not None and loads[0] > usable_cores()
         return now - self._waited > _WAITING * seconds
 
 

@@ -9,6 +9,7 @@ import torch
 from medusa_heads.machine.devices import held_by_graphs, wait_for
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_COUNTED = ("cuda", "xpu")  # whose allocators know how much they gave out at most
 
 
 class PeakMemory:
@@ -17,10 +18,13 @@ class PeakMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._before: int | None = None
-        if device.type == "cuda":
+        if device.type in _COUNTED:
             wait_for(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            self._before = torch.cuda.memory_allocated(device) + held_by_graphs(device)
+            counted = torch.get_device_module(device)
+            counted.reset_peak_memory_stats(device)
+            self._before = counted.memory_allocated(device) + _of_graphs(device)
+            return
+        if device.type != "cpu":  # nobody counts what is held there
             return
         try:
             _RESET.write_text("5")  # the highest so far becomes what is held now
@@ -33,11 +37,16 @@ class PeakMemory:
         system does not say."""
         if self._before is None:
             return None, None
-        if self._device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self._device) + held_by_graphs(self._device)
+        if self._device.type in _COUNTED:
+            counted = torch.get_device_module(self._device)
+            peak = counted.max_memory_allocated(self._device) + _of_graphs(self._device)
         else:
             peak = resident("VmHWM")
         return peak, max(peak - self._before, 0)
+
+
+def _of_graphs(device: torch.device) -> int:
+    return held_by_graphs(device) if device.type == "cuda" else 0
 
 
 def resident(name: str) -> int:

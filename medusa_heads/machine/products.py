@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from medusa_heads.machine.devices import wait_for
+from medusa_heads.machine.facts import usable_cores
 from medusa_heads.machine.kernels import (
     has_int8_products,
     has_packed_products,
@@ -163,10 +164,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def thread_counts(device: torch.device) -> list[int]:
-    """Powers of two up to what torch uses; that alone where the user set it, or on a GPU."""
+    """Powers of two up to what torch uses, or to what a container may use if that is less; what
+    torch uses alone where the user set it, or on a GPU."""
     most = torch.get_num_threads()
     if device.type != "cpu" or any(os.environ.get(name) for name in THREAD_VARIABLES):
         return [most]
+    most = min(most, usable_cores())
     return [*(1 << n for n in range(most.bit_length()) if 1 << n < most), most]
 
 

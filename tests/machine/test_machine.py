@@ -11,22 +11,77 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_heads.machine import choice, devices
+from medusa_heads.machine import choice, devices, facts, measurements, products
 from medusa_heads.machine.choice import choose, fastest_threads, speeds
 from medusa_heads.machine.devices import computes_in, find_device
 from medusa_heads.machine.facts import describe_machine, machine_facts
-from medusa_heads.machine.products import Shape
+from medusa_heads.machine.products import THREAD_VARIABLES, Shape, thread_counts
 from tests.machine.small import BF16, CPU, FAST_BF16, SLOW_BF16, SMALL, store_of
 
 
 def test_the_facts_are_plain_and_stay_the_same() -> None:
-    facts = machine_facts()
-    assert json.loads(json.dumps(facts)) == facts == machine_facts()
-    assert facts["cpu"] and facts["cores"] >= 1 and facts["torch"] == torch.__version__
-    assert facts["capability"] == torch.backends.cpu.get_cpu_capability()
-    facts["cores"] = 0  # a copy
+    told = machine_facts()
+    assert json.loads(json.dumps(told)) == told == machine_facts()
+    assert told["cpu"] and told["cores"] >= 1 and told["torch"] == torch.__version__
+    assert told["capability"] == torch.backends.cpu.get_cpu_capability()
+    told["cores"] = 0  # a copy
     assert machine_facts()["cores"] >= 1
-    assert set(facts) < set(describe_machine())
+    assert set(told) < set(describe_machine())
+
+
+@pytest.mark.parametrize(
+    ("lines", "cpu", "instructions"),
+    [
+        (
+            "CPU implementer\t: 0x41\nFeatures\t: fp asimd sve bf16\nCPU part\t: 0xd40\n",
+            "ARM 0x41 0xd40",
+            ["asimd", "bf16", "sve"],
+        ),
+        ("model name\t: A CPU\nflags\t\t: fpu avx2\n", "A CPU", ["avx2"]),
+    ],
+)
+def test_processors_are_told_apart(
+    lines: str, cpu: str, instructions: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is measured on one serves no other, which may share a home. Linux names none of ARM."""
+    (tmp_path / "cpuinfo").write_text(lines)
+    monkeypatch.setattr(facts, "_CPUINFO", tmp_path / "cpuinfo")
+    found = facts._facts.__wrapped__()
+    assert (found["cpu"], found["instructions"]) == (cpu, instructions)
+
+
+@pytest.mark.parametrize("failed", [OSError("Load averages are unobtainable"), None])
+def test_a_system_that_tells_no_load(
+    failed: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Linux without /proc does not, nor Windows."""
+
+    def getloadavg() -> None:
+        raise failed or AttributeError
+
+    monkeypatch.setattr("os.getloadavg", getloadavg, raising=False)
+    if failed is None:
+        monkeypatch.delattr("os.getloadavg")
+    monkeypatch.setattr(measurements, "_waited", lambda: None)
+    assert describe_machine()["load_average"] is None
+    assert not measurements.Contention().seen()
+
+
+def test_no_more_threads_than_a_container_may_run(
+    cache: Path, quiet: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch goes by the machine's cores, and a moment is no time to see that they are withheld."""
+    for name in THREAD_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(products, "usable_cores", lambda: 1)
+    assert thread_counts(CPU) == [1] and thread_counts(torch.device("cuda")) == [64]
+    assert choose("decode", dtype="float32", shape=SMALL, device="cpu").threads == 1
+    monkeypatch.setattr(products, "usable_cores", lambda: 3)
+    assert thread_counts(CPU) == [1, 2, 3]
+    monkeypatch.setenv(THREAD_VARIABLES[0], "64")
+    assert thread_counts(CPU) == [64]
 
 
 def test_the_best_device_that_is_here() -> None:
