@@ -15,6 +15,7 @@ from transformers import LogitsProcessorList
 
 from medusa_heads.inference.acceptance.base import greediest, is_penalty, warp
 from medusa_heads.inference.engine.noise import NoiseOnDevice
+from medusa_heads.machine.devices import has_float64
 from medusa_heads.trees.tree import TokenTree
 
 
@@ -54,7 +55,8 @@ class ProcessorsOnDevice:
         for processor in self.copies:
             for name, number in _numbers(processor).items():
                 # In double precision, of which those of the host are rounded as well.
-                dtype = number.dtype if isinstance(number, Tensor) else torch.double
+                wide = torch.double if has_float64(device) else torch.float
+                dtype = number.dtype if isinstance(number, Tensor) else wide
                 with torch.inference_mode(False):
                     made = torch.zeros((), dtype=dtype, device=device)
                 torch._dynamo.mark_static_address(made)

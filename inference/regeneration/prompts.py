@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from medusa_heads.machine.devices import in_float64
+
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -96,6 +98,7 @@ def draw(scores_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """One token a row from softmax(scores): the first whose cumulated probability passes the row's
     number in [0, 1). A token without probability is never the first. Cheaper than
     torch.multinomial, which makes a random number for every entry of the vocabulary."""
-    cumulated_BV = torch.softmax(scores_BV, dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    wanted_B = uniform_B.to(torch.float64) * cumulated_BV[:, -1]
-    return torch.searchsorted(cumulated_BV, wanted_B[:, None], right=True)[:, 0]
+    cumulated_BV = in_float64(torch.softmax(scores_BV, dim=-1)).cumsum(dim=-1)
+    wanted_B = uniform_B.to(cumulated_BV) * cumulated_BV[:, -1]
+    tokens_B1 = torch.searchsorted(cumulated_BV, wanted_B[:, None], right=True)
+    return tokens_B1[:, 0].to(scores_BV.device)

@@ -23,6 +23,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
+from medusa_heads.machine.devices import in_float64
 from medusa_heads.target.recurrent import is_recurrent
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.data.columns import flat
@@ -196,6 +197,6 @@ def check_packing(target: TargetModel, read: Callable[..., Tensor] = hidden_of) 
 
 
 def _relative_error(found_TD: Tensor, expected_TD: Tensor) -> Tensor:
-    found_TD, expected_TD = found_TD.double(), expected_TD.double()
+    found_TD, expected_TD = in_float64(found_TD), in_float64(expected_TD)
     errors_T = (found_TD - expected_TD).norm(dim=1) / expected_TD.norm(dim=1)
     return errors_T.max()

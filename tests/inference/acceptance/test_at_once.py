@@ -27,6 +27,7 @@ from medusa_heads.inference.acceptance.base import warp
 from medusa_heads.inference.acceptance.lossless import check_drawn
 from medusa_heads.inference.engine.noise import NO_TOKEN, Noise, NoiseOnDevice
 from medusa_heads.trees.tree import TreeShape
+from tests.elsewhere import WithoutFloat64
 from tests.inference.planted import BUSHY
 from tests.inference.walking import VOCAB, row
 
@@ -107,3 +108,13 @@ def test_numbers_on_the_device_say_the_same(kind: str) -> None:
     assert torch.equal(seen[0], seen[2]) and not torch.equal(seen[0], seen[1])
     assert kinds(first) == kinds(then) == kinds(on_device.copies)
     assert kinds(first) != kinds(LogitsProcessorList([WARPERS[kind][0], TopKLogitsWarper(8)]))
+
+
+def test_numbers_of_processors_on_a_device_without_double_precision() -> None:
+    """There they are rounded once, as scores are."""
+    given = LogitsProcessorList([TemperatureLogitsWarper(0.7)])
+    with WithoutFloat64():
+        processors = ProcessorsOnDevice(given, torch.device("meta"))
+        processors.take(given)
+    (copied,) = processors.copies
+    assert copied.temperature.dtype == torch.float32 and copied.temperature.is_meta

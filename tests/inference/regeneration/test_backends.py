@@ -38,6 +38,7 @@ from medusa_heads.inference.regeneration.transformers_backend import (
 from medusa_heads.interop.vllm_engine import that_matter
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
+from tests.elsewhere import WithoutFloat64
 from tests.killed import dies
 from tests.pairs import alternately
 
@@ -117,6 +118,13 @@ def test_the_ends_of_the_interval_draw_tokens_that_are_possible() -> None:
     scores_BV = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).expand(2, -1)
     largest = 1 - 2**-24
     assert draw(scores_BV, torch.tensor([0.0, largest])).tolist() == [1, 2]
+
+
+def test_draws_need_no_double_precision_of_the_device() -> None:
+    scores_BV = torch.randn(3, 7, device="meta")
+    with WithoutFloat64():
+        tokens_B = draw(scores_BV, torch.rand(3, device="meta"))
+    assert tokens_B.is_meta and tokens_B.shape == (3,) and tokens_B.dtype == torch.long
 
 
 def test_draws_of_other_seeds_prompts_and_rows_differ() -> None:

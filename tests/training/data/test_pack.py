@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, RwkvConfig, TrainingA
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import new_heads
 from medusa_heads.target.target import TargetModel
+from medusa_heads.training.data import pack
 from medusa_heads.training.data.pack import (
     best_fit,
     check_packing,
@@ -22,6 +23,7 @@ from medusa_heads.training.data.pack import (
 )
 from medusa_heads.training.data.prepare import collate
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
+from tests.elsewhere import WithoutFloat64
 from tests.inference.recurrent import KINDS, tiny_target
 from tests.pairs import alternately, with_slow
 from tests.training.packing import packed_rows
@@ -230,3 +232,9 @@ def test_training_on_packed_rows_is_training_on_their_documents(
     for name, grad in loose_grads.items():
         assert grad is not None and grad.abs().max() > 0, name
         torch.testing.assert_close(packed_grads[name], grad, rtol=1e-4, atol=1e-6)
+
+
+def test_hidden_states_are_compared_where_no_device_has_double_precision() -> None:
+    states_TD = torch.ones(3, 4, device="meta")
+    with WithoutFloat64():
+        assert pack._relative_error(states_TD, states_TD).device.type == "cpu"
