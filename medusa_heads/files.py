@@ -137,8 +137,10 @@ def _share(paths: Iterable[Path], rights: int) -> None:
 
 def _to_disk(path: Path) -> None:
     """Wait until a file's bytes, or a folder's names, are there to stay."""
+    # Windows brings to the disk only what may be written, and a folder is not.
+    writable = not path.is_dir() and os.access(path, os.W_OK)
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
     except PermissionError:  # a folder, where the system opens none
         return
     try:

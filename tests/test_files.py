@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -90,6 +92,37 @@ def test_whoever_may_read_new_files_may_read_those_moved_in(
     rights = [stat.S_IMODE(path.stat().st_mode) for path in found]
     assert rights == [expected, expected, expected | 0o700]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "inner", "program"]
+
+
+def test_a_system_that_brings_to_the_disk_only_what_may_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Windows, which opens no folder either, and has no locks of POSIX."""
+    fcntl = pytest.importorskip("fcntl")
+    opened, brought = os.open, []
+
+    def opens(path: Path, *how: int) -> int:
+        if path.is_dir():
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *how)
+
+    def bring(descriptor: int) -> None:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        brought.append(descriptor)
+
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    monkeypatch.setattr(os, "open", opens)
+    monkeypatch.setattr(os, "fsync", bring)
+    replace_file(tmp_path / "a", "text")
+    assert (tmp_path / "a").read_text() == "text" and len(brought) == 1
+
+
+def test_a_file_that_nobody_may_write_is_moved_in(tmp_path: Path) -> None:
+    with staging(tmp_path) as made:
+        (made / "a").touch(0o444)
+        move_in(made, tmp_path, ["a"])
+    assert names(tmp_path) == ["a"]
 
 
 def test_an_error_leaves_the_old_file(tmp_path: Path) -> None:
