@@ -31,7 +31,8 @@ def check_words(given: Mapping[str, Any], hints: Mapping[str, Any], known: type)
 
 
 def check_usable(args: TrainingArguments) -> None:
-    """Raises ValueError: a field, or some together, cannot be used."""
+    """Raises ValueError: a field, or some together, cannot be used; or no run can train here."""
+    _check_torch()
     for name in ("eval_accumulation_steps", "dataloader_prefetch_factor"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"training_args: {name} must be at least 1, got {value}")
@@ -47,6 +48,16 @@ def check_usable(args: TrainingArguments) -> None:
     _check_packages(args)
     _check_optimiser(args)
     _check_compiler(args)
+
+
+def _check_torch() -> None:
+    import torch.distributed
+
+    if not torch.distributed.is_available():  # accelerate looks for parts of matrices by it
+        raise ValueError(
+            "this torch was built without torch.distributed, and nothing can be trained with it: "
+            "install a build that has it, as those of PyPI do"
+        )
 
 
 def _log_levels() -> list[str]:

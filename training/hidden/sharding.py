@@ -132,6 +132,8 @@ def shard_target(
 
 def is_sharded(target: TargetModel) -> bool:
     """Whether processes share the target, by layers or matrices: then all must run it together."""
+    if not dist.is_available():  # a torch that was built without
+        return False
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(target, PartedTarget) or isinstance(target.model, FSDPModule)

@@ -1,5 +1,6 @@
 """Targets that cannot be spread; `test_many_processes.py` spreads those that can."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,14 @@ from medusa_heads.heads.vocabulary import vocabulary
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments import renamed
 from medusa_heads.training.arguments.target import TargetArguments
+from medusa_heads.training.arguments.usable import check_usable
 from medusa_heads.training.hidden.launched import Sharding
-from medusa_heads.training.hidden.sharding import load_to_spread, shard_target
+from medusa_heads.training.hidden.sharding import (
+    digest_for_all,
+    is_sharded,
+    load_to_spread,
+    shard_target,
+)
 from medusa_heads.training.hidden.tensor_parallel import PartedTarget
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from tests.conftest import Refused
@@ -182,3 +189,17 @@ def test_accelerate_wraps_only_what_learns_and_as_in_any_launch(
         assert not trainer.is_fsdp_enabled
     finally:
         AcceleratorState._reset_state()
+
+
+def test_a_torch_without_distributed(
+    target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is one process, and accelerate cannot train there: it looks for parts of matrices in
+    what learns."""
+    args = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    monkeypatch.setattr(dist, "is_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", None)
+    assert not is_sharded(target) and digest_for_all(target) == target.weights_digest()
+    with pytest.raises(ValueError, match="this torch was built without torch") as told:
+        check_usable(args)
+    assert "\n" not in str(told.value)
