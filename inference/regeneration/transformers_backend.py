@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from medusa_heads.data.prompts import left_padded, pad_id, stop_ids
+from medusa_heads.errors import first_line
 from medusa_heads.inference.models.medusa import MedusaModel
 from medusa_heads.inference.regeneration.answers import (
     Answer,
@@ -251,9 +252,14 @@ def _answer_side_by_side(
                 }
             for done in as_completed(running):
                 yield list(zip(running[done], done.result(), strict=True))
-    except BaseException:  # nobody waits for what they are at
+    except BaseException as error:  # nobody waits for what they are at
         for process in [*pool._processes.values()]:
             process.terminate()
+        if "shared memory" in str(error):  # torch's word for /dev/shm, small in many containers
+            raise ValueError(
+                f"the model does not fit the memory that processes share ({first_line(error)}): "
+                "leave num_workers out, or start the container with more (docker's --shm-size)"
+            ) from error
         raise
     finally:
         pool.shutdown(cancel_futures=True)

@@ -10,6 +10,7 @@ removed.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
@@ -61,7 +62,10 @@ def prepared_folder(place: str | None, *hangs_on: Any) -> Path:
     versions = [version(name) for name in _LIBRARIES]
     code = code_sha256(Path(str(data.__file__)).parent, Path(__file__).parent)
     home = _default_home() if place is None else expanded(place)
-    check_folder(home)
+    try:
+        check_folder(home)
+    except ValueError as error:
+        raise ValueError(f"{error}, by prepared_dir") from error
     return home / str(Hasher.hash([versions, code, *hangs_on]))
 
 
@@ -92,7 +96,7 @@ def prepared(folder: Path) -> Iterator[bool]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     if folder.parent == _default_home():
         _remove_unused(folder)
-    with FileLock(f"{folder}.lock"):
+    with _locked(folder):
         if damaged := _damaged(folder):
             logger.warning("%s is damaged: what lies beside it is prepared anew", damaged)
             shutil.rmtree(folder)
@@ -105,6 +109,24 @@ def prepared(folder: Path) -> Iterator[bool]:
             raise
         if not (folder / INDEX_FILE).exists():
             replace_json(folder / INDEX_FILE, {"files": _files(folder)})
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    lock = FileLock(f"{folder}.lock")
+    try:
+        lock.acquire()
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
+        raise ValueError(
+            f"no file can be locked in {str(folder.parent)!r} ({error.strerror}), as on some "
+            "network drives: let prepared_dir name a folder on another drive"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _use(folder: Path) -> None:

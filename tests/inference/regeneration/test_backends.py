@@ -100,6 +100,22 @@ def test_equal_prompts_get_unequal_samples_and_equal_greedy_text(target: TargetM
         assert len(texts) == 4 and len({tuple(text) for text in texts.values()}) == different
 
 
+def test_too_little_shared_memory_is_named(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which many containers have 64 MB."""
+
+    def submit(*_: Any) -> None:
+        raise RuntimeError(
+            "unable to allocate shared memory(shm) for file </torch_7>: No space left on device"
+        )
+
+    monkeypatch.setattr(transformers_backend.ProcessPoolExecutor, "submit", submit)
+    backend = TransformersBackend(target, batch_size=1, num_workers=2)
+    with pytest.raises(ValueError, match=r"processes share .*device\): leave num_workers out, or"):
+        answers(backend, [Prompt([5, 6], True, row) for row in range(2)])
+
+
 def test_draws_follow_the_distribution() -> None:
     logits_V = torch.tensor([2.0, -torch.inf, 0.5, 1.0, -torch.inf, 0.0, -torch.inf])
     count = 20_000

@@ -1,5 +1,6 @@
 """Prepared rows are made once, whole, and found again."""
 
+import errno
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from datasets import Dataset, load_from_disk
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.data import tokenise
 from medusa_heads.training.data.prepare import TrainingData
-from medusa_heads.training.data.prepared import INDEX_FILE, prepared
+from medusa_heads.training.data.prepared import INDEX_FILE, prepared, prepared_folder
 from medusa_heads.training.data.tokeniser import Tokeniser
 from tests.killed import dies
 from tests.pairs import alternately, with_slow
@@ -182,6 +183,26 @@ def test_what_is_refused_leaves_nothing(wide: TargetModel, tokenizer: Any, tmp_p
     with pytest.raises(ValueError, match="1 broken row"):
         prepare(wide, tokenizer, [*texts(), {"text": ""}], tmp_path)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_a_place_that_cannot_be_written_is_chosen_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the cache of a home is in many containers, which nobody asked for."""
+    (tmp_path / "home").touch()
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "home")
+    with pytest.raises(ValueError, match=r"found a file at .*: choose another, by prepared_dir$"):
+        prepared_folder(None)
+
+
+def test_a_drive_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    told = f"no file can be locked in '{tmp_path}' .No locks available.* let prepared_dir name"
+    with pytest.raises(ValueError, match=told), prepared(tmp_path / "0123456789abcdef"):
+        pass
 
 
 def test_one_process_makes_and_the_others_wait(tmp_path: Path) -> None:
