@@ -186,7 +186,8 @@ class VllmStates(Forwards):
                 f"{Path(path).parent}: it broke down, or the disk is full ({first_line(error)})"
             ) from error
         hidden_TGD = found["hidden_states"].to(self.target.dtype)
-        assert found["token_ids"].tolist() == list(ids), "of another text"
+        if found["token_ids"].tolist() != list(ids):
+            raise OSError(f"{self.computed_by} wrote the hidden states of another text to {path}")
         layers = [hidden_TGD[:, column] for column in self._columns]
         with torch.no_grad():
             return torch.cat([*layers[:-1], self._behind(layers[-1][None])[0]], dim=1)
