@@ -176,21 +176,23 @@ def is_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1
 
 
-def check_folder(folder: str | os.PathLike[str]) -> None:
+def check_folder(folder: str | os.PathLike[str], *, chosen_by: str = "") -> None:
     """See beforehand whether files can be written to a folder; nothing is made. ValueError where a
-    file stands in its place, or nothing may be written to it."""
+    file stands in its place, or nothing may be written to it; `chosen_by` says what chooses another
+    one that the user has not named."""
+    another = f"choose another{chosen_by and ', by '}{chosen_by}"
     if not os.fspath(folder):  # as a shell makes of a variable that is not set
         raise ValueError("expected a folder, got an empty name: name one")
     path = expanded(folder).absolute()
     there = next(place for place in (path, *path.parents) if place.exists())
     if not there.is_dir():
         raise ValueError(
-            f"expected a folder at {str(folder)!r}, found a file at {str(there)!r}: choose another"
+            f"expected a folder at {str(folder)!r}, found a file at {str(there)!r}: {another}"
         )
     if not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(
             f"expected a folder to write to at {str(folder)!r}, but nothing may be written to "
-            f"{str(there)!r}: choose another"
+            f"{str(there)!r}: {another}"
         )
 
 

@@ -191,7 +191,7 @@ def _made_once(
     features: Features,
     bad_rows: BadRows,
 ) -> Dataset:
-    check_folder(datasets.config.HF_DATASETS_CACHE)
+    check_folder(datasets.config.HF_DATASETS_CACHE, chosen_by="HF_DATASETS_CACHE")
     shown = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()  # they would stand before the one sentence of what is refused
     code = code_sha256(Path(__file__).parent)

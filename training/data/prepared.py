@@ -62,10 +62,7 @@ def prepared_folder(place: str | None, *hangs_on: Any) -> Path:
     versions = [version(name) for name in _LIBRARIES]
     code = code_sha256(Path(str(data.__file__)).parent, Path(__file__).parent)
     home = _default_home() if place is None else expanded(place)
-    try:
-        check_folder(home)
-    except ValueError as error:
-        raise ValueError(f"{error}, by prepared_dir") from error
+    check_folder(home, chosen_by="HF_DATASETS_CACHE" if place is None else "prepared_dir")
     return home / str(Hasher.hash([versions, code, *hangs_on]))
 
 

@@ -191,8 +191,9 @@ def test_a_place_that_cannot_be_written_is_chosen_by_name(
     """As the cache of a home is in many containers, which nobody asked for."""
     (tmp_path / "home").touch()
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "home")
-    with pytest.raises(ValueError, match=r"found a file at .*: choose another, by prepared_dir$"):
-        prepared_folder(None)
+    for place, by in ((None, "HF_DATASETS_CACHE"), (str(tmp_path / "home"), "prepared_dir")):
+        with pytest.raises(ValueError, match=f"found a file at .*: choose another, by {by}$"):
+            prepared_folder(place)
 
 
 def test_a_drive_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
