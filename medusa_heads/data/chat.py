@@ -200,7 +200,7 @@ class ChatTemplate:
                 merged.append((turn, joined))
         ids = replaced(ids, merged)
         starts = np.minimum(asked.lengths, ids.lengths)
-        ends = end_of_turns(ids, starts, self.stop_ids, self._special, self._is_blank)
+        ends = end_of_turns(ids, starts, self.stop_ids, self._special, self.is_blank)
         for turn in np.flatnonzero(ends == starts).tolist():
             nothing = f"the chat template renders nothing of message {turns[turn][0]}"
             problems.setdefault(turn, nothing)
@@ -228,7 +228,7 @@ class ChatTemplate:
             )
         return joined
 
-    def _is_blank(self, token: int) -> bool:
+    def is_blank(self, token: int) -> bool:
         if token not in self._blank:
             self._blank[token] = not str(self.tokenizer.decode([token])).strip()
         return self._blank[token]
@@ -277,8 +277,9 @@ def written_on(
     tokenizer: PreTrainedTokenizerBase, before_ids: list[int], text: str, whole: str
 ) -> list[int] | None:
     """The same where both together spell `whole`."""
-    for anchor in ("", "\n"):
-        # Some tokenizers put a space before all that they are given, but not behind a line break.
+    # Some tokenizers put a space before all that they are given, but not behind a line break, or,
+    # where that merges with a further one, behind a letter.
+    for anchor in ("", "\n", "a"):
         anchor_ids = tokenizer(anchor, add_special_tokens=False)["input_ids"] if anchor else []
         ids = tokenizer(anchor + text, add_special_tokens=False, verbose=False)["input_ids"]
         joined = before_ids + ids[len(anchor_ids) :]

@@ -230,9 +230,11 @@ def test_a_continuation_under_a_tokenizer_that_puts_a_space_first() -> None:
     from tokenizers import Tokenizer, decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast
 
-    # A line break of its own, and "a" and "b" that merge to "ab" where they meet.
-    pieces = {"\u2581": 0, "a": 1, "b": 2, "ab": 3, "\n": 4, "\u2581b": 5, "<unk>": 6}
-    inner = Tokenizer(models.BPE(pieces, [("a", "b"), ("\u2581", "b")], unk_token="<unk>"))
+    # "a" and "b" merge to "ab" where they meet, and so do two line breaks.
+    names = ("\u2581", "a", "b", "ab", "\n", "\u2581b", "<unk>", "\n\n")
+    merges = [("a", "b"), ("\u2581", "b"), ("\n", "\n")]
+    pieces = {name: token for token, name in enumerate(names)}
+    inner = Tokenizer(models.BPE(pieces, merges, unk_token="<unk>"))
     inner.normalizer = normalizers.Sequence(
         [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
     )
@@ -241,6 +243,9 @@ def test_a_continuation_under_a_tokenizer_that_puts_a_space_first() -> None:
     before, whole = spaced("a")["input_ids"], spaced("ab")["input_ids"]
     assert (before, whole, spaced("b")["input_ids"]) == ([0, 1], [0, 3], [5])
     assert continuation(spaced, before, "b", whole) == [0, 1, 2]
+    lines = spaced("a\n\nb")["input_ids"]
+    assert lines == [0, 1, 7, 2]
+    assert continuation(spaced, [0, 1, 4], "\nb", lines) == [0, 1, 4, 4, 2]
 
 
 def test_half_a_character_is_no_text(tokenizer: Any) -> None:

@@ -26,7 +26,7 @@ from medusa_heads.data.formats import (
     Tokens,
 )
 from medusa_heads.data.plain_rows import PLACE_COLUMN
-from medusa_heads.data.turns import LearntRows, labelled, replaced
+from medusa_heads.data.turns import LearntRows, end_of_turns, labelled, replaced
 from medusa_heads.training.data.columns import flat
 from medusa_heads.training.data.cut import blocks, cut
 from medusa_heads.training.data.row_facts import RowLimits
@@ -184,7 +184,8 @@ class Tokeniser:
             else:
                 merged.append((number, joined))
         kept = np.setdiff1d(sources, list(problems))
-        ids = self._ended(replaced(ids, merged)).take(kept)
+        ids = self._until_stop(replaced(ids, merged), prompts.lengths)
+        ids = self._ended(ids).take(kept)
         inside = np.arange(len(ids.values)) - np.repeat(ids.starts, ids.lengths)
         labels = labelled(ids, inside >= np.repeat(prompts.lengths[kept], ids.lengths))
         return self._cut(LearntRows(ids, labels, kept), len(contents), problems)
@@ -231,8 +232,9 @@ class Tokeniser:
         it."""
         assert self.tokenizer is not None and self._encoder is not None
         ids = self._encoder(texts, special_tokens=True)
-        end = self.tokenizer.eos_token
-        ended = [number for number in self._at_end(ids).tolist() if not texts[number].endswith(end)]
+        end, token = self.tokenizer.eos_token, self.tokenizer.eos_token_id
+        at_end = [] if token is None else _at_end(ids, token).tolist()
+        ended = [number for number in at_end if not texts[number].endswith(end)]
         lengths = ids.lengths - np.isin(np.arange(len(texts)), ended)
         doubled = np.zeros(len(texts), bool)
         for number in self._twice(self.tokenizer.bos_token_id, ids).tolist():
@@ -245,25 +247,31 @@ class Tokeniser:
         first, second = (ids.values[ids.starts[long] + place] for place in (0, 1))
         return long[(first == start) & (second == start)]
 
-    def _at_end(self, ids: Ragged) -> Any:
-        """The numbers of the rows that end with the token by which the target ends a text."""
-        assert self.tokenizer is not None
-        end = self.tokenizer.eos_token_id
-        if end is None:
-            return np.empty(0, np.int64)
-        filled = np.flatnonzero(ids.lengths)
-        return filled[ids.values[ids.offsets[filled + 1] - 1] == end]
+    def _until_stop(self, ids: Ragged, starts: Any) -> Ragged:
+        """Without what stands behind the first token at the end that ends the target's text, as a
+        chat template may have written both into a completion: the target writes no more."""
+        if self.chat is None:
+            return ids
+        stops = self.chat.stop_ids
+        return ids.part(ids.starts, end_of_turns(ids, starts, stops, stops, self.chat.is_blank))
 
     def _ended(self, ids: Ragged) -> Ragged:
-        """With that token, if there is one."""
+        """With the tokenizer's end token, if it has one, but where the row ends already as the
+        target's text does."""
         assert self.tokenizer is not None
         end = self.tokenizer.eos_token_id
         if end is None:
             return ids
         open_ = np.ones(len(ids.lengths), bool)
-        open_[self._at_end(ids)] = False
+        open_[_at_end(ids, end, *(self.chat.stop_ids if self.chat is not None else ()))] = False
         values = np.insert(ids.values, ids.offsets[1:][open_], end)
         return Ragged(values, ends_of(ids.lengths + open_))
+
+
+def _at_end(ids: Ragged, *ends: int) -> Any:
+    """The numbers of the rows that end with one of these tokens."""
+    filled = np.flatnonzero(ids.lengths)
+    return filled[np.isin(ids.values[ids.offsets[filled + 1] - 1], ends)]
 
 
 def token_features() -> Features:

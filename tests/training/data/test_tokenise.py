@@ -153,6 +153,17 @@ def test_a_completion_that_merges_with_the_prompt_keeps_the_prompts_tokens(token
     assert tokenizer.decode(rows["labels"][0][len(prompt) :]) == "self<|endoftext|>"
 
 
+def test_a_completion_that_a_template_has_rendered_is_learnt_up_to_its_end(tokenizer: Any) -> None:
+    """Behind the token that ends its text the target writes nothing."""
+    stops = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    answers = ["x<|im_end|>\n", "x<|im_end|>", "x<|im_end|>\n<|endoftext|>", "x", "<|im_end|>x\n"]
+    corpus = as_corpus(Dataset.from_list([{"prompt": "a\n", "completion": c} for c in answers]), "")
+    chat = ChatTemplate(tokenizer, templates.CHATML, stop_ids=stops)
+    rows = tokenise(corpus, Tokeniser(corpus.format, tokenizer, 512, chat)).rows
+    learnt = [tokenizer.decode([label for label in row if label != -100]) for row in rows["labels"]]
+    assert learnt == [*["x<|im_end|>"] * 3, "x<|endoftext|>", "<|im_end|>x\n<|endoftext|>"]
+
+
 def conversation(answer: str) -> dict[str, Any]:
     return {
         "messages": [
