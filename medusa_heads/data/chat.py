@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from medusa_heads.data.bad_rows import BadRow
 from medusa_heads.data.encoding import Ragged, begins
 from medusa_heads.data.formats import Conversation
-from medusa_heads.data.messages import parted, with_arguments
+from medusa_heads.data.messages import calls_left_out, parted, with_arguments
 from medusa_heads.data.turns import LearntRows, end_of_turns, replaced, rows_of_turns
 from medusa_heads.files import half_character
 
@@ -146,13 +146,22 @@ class ChatTemplate:
         asked = iter(self._all_rendered(prompts, ask=True))
         answered = iter(self._all_rendered(texts, ask=False))
         found: list[Rendered | BadRow] = []
-        for indices in spoken:
+        for each, indices in zip(conversations, spoken, strict=True):
             if isinstance(indices, BadRow):
                 found.append(indices)
                 continue
             pair: list[list[Any]] = [[next(texts) for _ in indices] for texts in (asked, answered)]
             refused = (text for text in chain(*pair) if isinstance(text, BadRow))
-            found.append(next(refused, None) or Rendered(indices, *pair))
+            made = next(refused, None) or Rendered(indices, *pair)
+            if isinstance(made, Rendered):
+                for index, before, text in zip(*made, strict=True):
+                    if calls_left_out(each.messages[index], text[len(before) :]):
+                        made = BadRow(
+                            f"the chat template leaves out the calls of message {index}, which "
+                            "says nothing else: give a chat_template that writes them"
+                        )
+                        break
+            found.append(made)
         return found
 
     def _all_rendered(

@@ -85,6 +85,17 @@ def _call(call: Any, as_text: bool) -> Any:
     return call
 
 
+def calls_left_out(message: Mapping[str, Any], text: str) -> bool:
+    """Whether a message only calls tools, and what a template makes of it names none of them: an
+    answer that ends at once."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not calls or message["content"].strip():
+        return False
+    inner = [call.get("function", call) if isinstance(call, Mapping) else {} for call in calls]
+    names = [one.get("name") if isinstance(one, Mapping) else None for one in inner]
+    return not any(isinstance(name, str) and name in text for name in names)
+
+
 def tools_of(value: Any, *, filled: bool = True) -> list[Any] | None:
     """The tools of a row, None where it has none, which templates tell from an empty list; a BadRow
     where they are no list. `filled` is that of `messages_of`."""

@@ -15,6 +15,7 @@ USER, OTHER = {"role": "user", "content": "Hi there"}, {"role": "user", "content
 ONE = {"role": "assistant", "content": "Hello, you."}
 TWO = {"role": "assistant", "content": "Nothing more."}
 SYSTEM = {"role": "system", "content": "Be brief."}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look_up"}}]}
 
 
 @pytest.fixture(scope="module")
@@ -193,10 +194,9 @@ def test_tools_and_calls_reach_the_template(tokenizer: Any) -> None:
         "m.content) + '<|im_end|>' }}{%- endfor %}"
         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
     )
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look_up"}}]}
     chat = ChatTemplate(tokenizer, template)
     tools = [{"type": "function", "function": {"name": "look_up"}}]
-    [(input_ids, labels)] = rows_of(chat, Conversation([USER, call], tools=tools))
+    [(input_ids, labels)] = rows_of(chat, Conversation([USER, CALL], tools=tools))
     assert tokenizer.decode(input_ids).startswith("1 tools")
     assert tokenizer.decode([n for n in labels if n != -100]) == "look_up<|im_end|>"
 
@@ -211,6 +211,7 @@ def test_tools_and_calls_reach_the_template(tokenizer: Any) -> None:
         (templates.OPENED_THOUGHT, [USER, ONE], "asks for message 1 with '<think>"),
         ("{{ messages | length }}", [USER, ONE], "asks for message 1 with '1', and then"),
         ("the same", [USER, ONE], "renders nothing of message 1"),
+        (templates.CHATML, [USER, CALL], "leaves out the calls of message 1, which says nothing"),
     ],
 )
 def test_conversations_that_cannot_be_masked(
