@@ -6,8 +6,9 @@ import os
 from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
-from medusa_heads.errors import NoModel
+from medusa_heads.errors import NoModel, first_line
 from medusa_heads.files import expanded, read_json
 
 SIDECAR_FILE = "medusa_heads.json"  # beside heads
@@ -19,6 +20,7 @@ _CONFIG_FILE = "config.json"
 _MODEL_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
 _OF_DRAFTS = (_CONFIG_FILE, "model*.safetensors*")  # which a run writes as well
 _OF_MODULES = ("model*.safetensors",)
+_JUDGES = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 _FOREIGN_NAMES = ("Eagle", "DFlash", "DSpark", "Medusa")
 _FOREIGN_KEYS = ("speculators_config", "medusa_num_heads", "hydra_num_heads", "dflash_config")
 
@@ -110,6 +112,30 @@ def refuse_adapter(name: str | os.PathLike[str]) -> None:
             f"expected the files of a causal language model at {os.fspath(name)!r}, found a LoRA "
             "adapter: merge it into its target, and name the folder with both"
         )
+
+
+def refuse_judges(config: Any, name: str) -> None:
+    """Raises ValueError: a model was tuned to judge texts, as a reward model is, and not to write
+    them. Where its lm_head is its token embeddings, no weight of a causal LM is missing."""
+    kinds = map(str, getattr(config, "architectures", None) or ())
+    if (judge := next((kind for kind in kinds if kind.endswith(_JUDGES)), None)) is not None:
+        raise NoModel(
+            f"expected a causal language model at {name!r}, found a {judge}, which was tuned to "
+            "judge texts and not to write them: name the model that it was made from"
+        )
+
+
+def said_of(error: Exception, name: str) -> str:
+    """What transformers says of a model that it cannot load; of weights of other sizes it tells its
+    log alone."""
+    if "ignore_mismatched_sizes" not in str(error):
+        return first_line(error)
+    if _is_adapter(name):
+        return (
+            "the adapter has weights of other sizes than its model, as where tokens were added to "
+            "it: merge it into its model with peft, and name the folder in which that is saved"
+        )
+    return "its weights have other sizes than its config.json says: save or download it anew"
 
 
 _INSTEAD: dict[Callable[[str | os.PathLike[str]], bool], str] = {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from medusa_heads.contents import refuse_heads
+from medusa_heads.contents import refuse_heads, refuse_judges, said_of
 from medusa_heads.errors import NoModel, first_line
 from medusa_heads.files import expanded, is_path, read_json
 from medusa_heads.hub_probe import asking_hub, on_hub
@@ -101,8 +101,9 @@ def load_causal_lm(
         ) as error:
             raise NoModel(
                 f"expected a causal language model (a hub id or a local folder) at {name!r}: "
-                + first_line(error)
+                + said_of(error, name)
             ) from error
+    refuse_judges(model.config, name)
     _refuse_made_up(model, read["missing_keys"], name)
     if on_hub(name):
         model.config._commit_hash = _commit(name, kwargs)

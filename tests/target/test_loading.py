@@ -123,12 +123,48 @@ def test_a_device_map_may_lay_out_the_target_of_an_adapter(
     assert any("lora" in name for name, _ in loaded.model.named_parameters())
 
 
-@pytest.mark.parametrize("kind", [LlamaForSequenceClassification, LlamaModel])
-def test_no_weight_is_made_up(kind: type, tiny_llama: TinyLlama, tmp_path: Path) -> None:
+def test_no_weight_is_made_up(tiny_llama: TinyLlama, tmp_path: Path) -> None:
     """transformers gives models without an lm_head a random one, and says so in its log alone."""
-    kind(tiny_llama().config).save_pretrained(tmp_path)
+    LlamaModel(tiny_llama().config).save_pretrained(tmp_path)
     with pytest.raises(NoModel, match=r"'lm_head.weight' of a LlamaForCausalLM in its files: name"):
         TargetModel.from_pretrained(str(tmp_path))
+
+
+def test_a_model_that_judges_texts_is_none_that_writes_them(
+    tiny_llama: TinyLlama, tmp_path: Path
+) -> None:
+    """As a reward model. Of one with tied embeddings no weight of a causal LM is missing."""
+    config = tiny_llama().config
+    config.tie_word_embeddings = True
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+    for load in (
+        lambda: TargetModel.from_pretrained(str(tmp_path)),
+        lambda: meta_target(TargetArguments(str(tmp_path))),
+    ):
+        with pytest.raises(NoModel, match="found a LlamaForSequenceClassification, which was tune"):
+            load()
+
+
+def test_weights_of_other_sizes_are_told_with_what_to_do(
+    tiny_llama: TinyLlama, tmp_path: Path
+) -> None:
+    """transformers says it in its log, and of an adapter with tokens of its own alike."""
+    peft = pytest.importorskip("peft")
+    target = tiny_llama()
+    target.save_pretrained(tmp_path / "target")
+    target.name_or_path = str(tmp_path / "target")
+    config = json.loads((tmp_path / "target/config.json").read_text())
+    target.resize_token_embeddings(config["vocab_size"] + 3, mean_resizing=False)
+    learnt = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
+    peft.get_peft_model(target, peft.LoraConfig(task_type="CAUSAL_LM", **learnt)).save_pretrained(
+        tmp_path / "lora"
+    )
+    with pytest.raises(NoModel, match="as where tokens were added to it: merge it into its model"):
+        TargetModel.from_pretrained(str(tmp_path / "lora"))
+    more = config | {"vocab_size": config["vocab_size"] + 3}
+    (tmp_path / "target/config.json").write_text(json.dumps(more))
+    with pytest.raises(NoModel, match=r"other sizes than its config.json says: save or download"):
+        TargetModel.from_pretrained(str(tmp_path / "target"))
 
 
 def save_adapter(tiny_llama: TinyLlama, folder: Path, **more: Any) -> str:

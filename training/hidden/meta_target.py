@@ -11,7 +11,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from medusa_heads.contents import refuse_adapter, refuse_heads
+from medusa_heads.contents import refuse_adapter, refuse_heads, refuse_judges
 from medusa_heads.errors import first_line
 from medusa_heads.files import expanded, read_json
 from medusa_heads.hub_probe import asking_hub
@@ -82,6 +82,7 @@ def meta_target(arguments: TargetArguments, device: torch.device | None = None) 
             f"expected the configuration of a causal language model (a hub id or a local folder) "
             f"at {name!r}: {first_line(error)}"
         ) from error
+    refuse_judges(config, name)
     target = TargetModel(model)
     target.freeze()
     return target
