@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from medusa_heads.config import IGNORED
 from medusa_heads.data.bad_rows import BadRow
 from medusa_heads.data.messages import SPEAKERS, SYSTEM_COLUMN, behind_system, messages_of, tools_of
 from medusa_heads.files import parse_json
@@ -20,6 +21,15 @@ CONTEXT_COLUMN = "_context"
 
 DOCUMENT_COLUMN = "document"
 """Of a table of tokens: which rows are parts of one document, and are held out together."""
+
+MASK_COLUMN = "attention_mask"
+"""Of a table of tokens: 0 where there is padding."""
+
+PADDED_LEFT = (
+    f"{MASK_COLUMN} begins with 0, and padding on the left would be read as text: give rows "
+    "without padding"
+)
+PADDED_LEARNT = f"{MASK_COLUMN} is 0 where labels tell what to learn: set them to {IGNORED} there"
 
 LARGEST_TOKEN = 2**31 - 1  # tables of tokens have 32 bits for each
 
@@ -95,6 +105,7 @@ class Format:
         first = self.columns[0]
         if self.name == "tokens":
             ids, labels = (_token_ids(row[column], column) for column in self.columns)
+            _refuse_padding(row.get(MASK_COLUMN), labels)
             return Tokens(ids, labels, row.get(DOCUMENT_COLUMN))
         if self.name == "question tokens":
             return QuestionTokens(_token_ids(row[first], first))
@@ -202,6 +213,14 @@ def _text(value: Any, column: str) -> str:
     if not value.strip():
         raise BadRow(f"{column!r} is empty")
     return value
+
+
+def _refuse_padding(mask: Any, labels: Sequence[int]) -> None:
+    if isinstance(mask, Sequence) and len(mask) == len(labels):
+        if mask[0] == 0:
+            raise BadRow(PADDED_LEFT)
+        if any(one == 0 and label != IGNORED for one, label in zip(mask, labels, strict=True)):
+            raise BadRow(PADDED_LEARNT)
 
 
 def _token_ids(value: Any, column: str) -> list[int]:

@@ -17,6 +17,7 @@ from medusa_heads.data.formats import (
     CONTEXT_COLUMN,
     DOCUMENT_COLUMN,
     FORMATS,
+    MASK_COLUMN,
     Format,
     recognise,
 )
@@ -32,7 +33,7 @@ from medusa_heads.data.plain_rows import (
 )
 from medusa_heads.files import check_folder, code_sha256
 
-_BESIDE = ("tools", SYSTEM_COLUMN, DOCUMENT_COLUMN, CONTEXT_COLUMN, PLACE_COLUMN)
+_BESIDE = ("tools", SYSTEM_COLUMN, DOCUMENT_COLUMN, MASK_COLUMN, CONTEXT_COLUMN, PLACE_COLUMN)
 """Columns that are read too, where they are there."""
 _ROWS_OF_A_BATCH = 20_000  # of a file: each batch takes kilobytes of every process that reads it
 

@@ -61,6 +61,31 @@ def test_ready_tokens(tmp_path: Path) -> None:
     assert contents(load_corpus(str(tmp_path / "a.jsonl"))) == [Tokens([1, 2], [-100, 2])]
 
 
+@pytest.mark.parametrize(
+    ("mask", "labels", "problem"),
+    [
+        ([1, 1, 0], [-100, 2, -100], None),
+        ([0, 1, 1], [-100, 2, 3], "attention_mask begins with 0, and padding on the left"),
+        ([1, 1, 0], [-100, 2, 3], "attention_mask is 0 where labels tell what to learn"),
+    ],
+)
+def test_padding_of_a_file_is_no_text(
+    mask: list[int], labels: list[int], problem: str | None, tmp_path: Path
+) -> None:
+    fine = {"input_ids": [1], "labels": [1]}
+    row = {"input_ids": [1, 2, 3], "labels": labels, "attention_mask": mask}
+    (tmp_path / "a.jsonl").write_text(as_lines([fine, row]))
+    tables = [str(tmp_path / name) for name in ("a.parquet", "b.parquet")]
+    for name in tables:
+        Dataset.from_list([fine | {"attention_mask": [1]}, row]).to_parquet(name)
+    assert load_corpus(tables).rows["attention_mask"][:] == [[1], mask] * 2
+    if problem is None:
+        assert contents(load_corpus(str(tmp_path / "a.jsonl")))[1] == Tokens([1, 2, 3], labels)
+    else:
+        with pytest.raises(ValueError, match=f"a.jsonl:2: {problem}"):
+            load_corpus(str(tmp_path / "a.jsonl"))
+
+
 def test_unknown_columns_are_named_with_what_is_accepted() -> None:
     with pytest.raises(ValueError, match=r"'messages', .* got \['chosen', 'rejected'\]"):
         as_corpus(Dataset.from_list([{"chosen": "a", "rejected": "b"}]), "x")

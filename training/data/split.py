@@ -6,10 +6,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 from datasets import Dataset
 
 from medusa_heads.config import IGNORED
-from medusa_heads.data.formats import DOCUMENT_COLUMN
+from medusa_heads.data.formats import DOCUMENT_COLUMN, MASK_COLUMN, PADDED_LEARNT, PADDED_LEFT
 from medusa_heads.data.sources import Corpus
 from medusa_heads.files import move_in, read_json, replace_json, staging
 from medusa_heads.target.target import TargetModel
@@ -50,26 +51,24 @@ def tokenise_once(
 
 def _check_padding(corpus: Corpus) -> None:
     """Padding is known by its mask alone, which nothing reads behind this."""
-    names, number = ["attention_mask", "labels"], 0
-    if corpus.format.name != "tokens" or names[0] not in corpus.rows.column_names:
+    names, number = [MASK_COLUMN, "labels"], 0
+    if corpus.format.name != "tokens" or MASK_COLUMN not in corpus.rows.column_names:
         return
     for table in corpus.rows.select_columns(names).with_format("arrow").iter(100 * ROWS_AT_ONCE):
-        (masks, lengths), (labels, others) = (flat(table[name]) for name in names)
-        if not np.array_equal(lengths, others):  # broken rows, of which others tell
-            return
+        lengths, others = (pc.list_value_length(table[name]) for name in names)
+        fits = pc.equal(lengths, others).fill_null(False)  # of the others it is told elsewhere
+        (masks, lengths), (labels, _) = (flat(table[name].filter(fits)) for name in names)
         ends, hidden = np.cumsum(lengths), masks == 0
         leading = np.isin(np.flatnonzero(hidden), (ends - lengths)[lengths > 0])
         reasons = {
-            "begins with 0, and padding on the left would be read as text: give rows without "
-            "padding": np.flatnonzero(hidden)[leading],
-            f"is 0 where labels tell what to learn: set them to {IGNORED} there": np.flatnonzero(
-                hidden & (labels != IGNORED)
-            ),
+            PADDED_LEFT: np.flatnonzero(hidden)[leading],
+            PADDED_LEARNT: np.flatnonzero(hidden & (labels != IGNORED)),
         }
         for reason, found in reasons.items():
             if len(found):
-                row = number + int(np.searchsorted(ends, found[0], side="right"))
-                raise ValueError(f"{corpus.place(row)}: attention_mask {reason}")
+                row = int(np.searchsorted(ends, found[0], side="right"))
+                place = number + int(np.flatnonzero(fits.to_numpy())[row])
+                raise ValueError(f"{corpus.place(place)}: {reason}")
         number += len(table)
 
 

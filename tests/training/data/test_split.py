@@ -103,3 +103,8 @@ def test_padding_is_no_text(
         return
     with pytest.raises(ValueError, match=problem):
         prepare_data(target, *corpora, None, given, num_heads=2, seed=0)
+    labels[0].pop()  # a broken row, of which others tell, hides no padding
+    given = DataArguments(eval_rows=1, on_bad_row="skip")
+    corpora = load_corpora(given, Dataset.from_dict(columns))
+    with pytest.raises(ValueError, match=problem):
+        prepare_data(target, *corpora, None, given, num_heads=2, seed=0)
