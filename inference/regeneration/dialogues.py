@@ -18,6 +18,7 @@ from medusa_heads.data.chat import ChatTemplate
 from medusa_heads.data.encoding import to_continue
 from medusa_heads.data.formats import QUESTIONS, is_plain, recognise
 from medusa_heads.data.messages import SYSTEM_COLUMN, behind_system, messages_of, tools_of
+from medusa_heads.data.prompts import lacks_template
 from medusa_heads.errors import warn
 from medusa_heads.inference.regeneration.answers import (
     NO_CONVERSATION,
@@ -263,18 +264,12 @@ def read_dialogues(
         raise ValueError(
             f"expected rows in shard {shard[0]} of {shard[1]}, got {len(dialogues.corpus)} in all"
         )
-    if column == "prompt" and not dialogues.talks and _lacks_template(corpus[0][column], tokenizer):
+    if column == "prompt" and not dialogues.talks and lacks_template(corpus[0][column], tokenizer):
         warn(
             "the corpus holds texts in 'prompt', which the target continues as they are, without "
             "its chat template: for answers of a chat model, give conversations in 'messages'"
         )
     return dialogues
-
-
-def _lacks_template(text: str | None, tokenizer: Any) -> bool:
-    """Whether a text is none that the tokenizer's chat template has rendered, though it has one."""
-    marks = [token for token in tokenizer.all_special_tokens if len(token) > 1]
-    return bool(tokenizer.chat_template) and not any(mark in (text or "") for mark in marks)
 
 
 def _check_column(corpus: Dataset, column: str) -> None:

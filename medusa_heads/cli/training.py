@@ -188,7 +188,8 @@ class Command:
             if part is not None and (part.format.name != "text" or part.is_stream):
                 raise ValueError(
                     f"self_distill draws prompts from a table of plain text, got {part.found_as} "
-                    f"in {part.name!r}"
+                    f"in {part.name!r}: have it answered with medusa-heads regenerate, and train "
+                    "on the answers"
                 )
         distill, seed = self.to_distill, self.to_optimise.seed
         length = distill.prompt_length

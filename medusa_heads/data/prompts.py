@@ -32,6 +32,12 @@ def pad_id(model: Any) -> int:
     return int(pad) if pad is not None else next(iter(stop_ids(model)), 0)
 
 
+def lacks_template(text: str | None, tokenizer: Any) -> bool:
+    """Whether a text is none that the tokenizer's chat template has rendered, though it has one."""
+    marks = [token for token in tokenizer.all_special_tokens if len(token) > 1]
+    return bool(tokenizer.chat_template) and not any(mark in (text or "") for mark in marks)
+
+
 def left_padded(
     prompts: Sequence[Sequence[int]], pad: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:

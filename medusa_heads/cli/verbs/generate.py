@@ -14,6 +14,7 @@ from medusa_heads.cli.flags.decoding import (
     check_encodable,
     generation_options,
 )
+from medusa_heads.errors import warn
 from medusa_heads.settings import flag
 
 
@@ -34,10 +35,16 @@ def generate(arguments: GenerateArguments) -> None:
 
     from medusa_heads.cli.streaming import StepStreamer
     from medusa_heads.data.encoding import prompt_ids
+    from medusa_heads.data.prompts import lacks_template
 
     model, tokenizer = load_drafting_model(arguments)
     options = generation_options(arguments, tokenizer)
     warn_if_lossy(model)
+    if lacks_template(prompt, tokenizer):
+        warn(
+            "the target continues the prompt as it is, without its chat template: for answers of a "
+            "chat model use medusa-heads chat"
+        )
     ids_1T = torch.tensor([prompt_ids(tokenizer, prompt)], dtype=torch.long)
     length, new = ids_1T.shape[1], arguments.max_new_tokens
     model.target.check_length(length + new, f"{length} of the prompt, {new} --max_new_tokens")

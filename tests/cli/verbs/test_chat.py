@@ -17,9 +17,11 @@ from transformers import AutoTokenizer
 
 from medusa_heads import TargetModel
 from medusa_heads.cli.verbs.chat import main
+from medusa_heads.cli.verbs.generate import main as generate
 from tests.cli.conftest import Talk
 from tests.cli.verbs.chatting import FAITHFUL, LINES, SHORTENED, install, plain_answers
-from tests.conftest import Refused
+from tests.conftest import Refused, TinyLlama
+from tests.inference.speaking import END, save_speaker
 from tests.pairs import alternately
 
 
@@ -196,3 +198,13 @@ def test_mistakes_are_one_sentence(
     flags: list[str], message: str, speaker: Path, refused: Refused
 ) -> None:
     assert message in refused(main, [flag.format(speaker) for flag in flags])
+
+
+def test_generate_tells_of_a_prompt_that_the_chat_template_has_not_rendered(
+    tiny_llama: TinyLlama, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = str(save_speaker(tmp_path, tiny_llama))
+    for prompt, told in (("def f(", True), (f"{END}def f(", False)):
+        given = [target, "--drafter", "suffix", "--prompt", prompt, "--max-new-tokens", "2"]
+        assert generate(given) == 0
+        assert ("without its chat template" in capsys.readouterr().err) is told
