@@ -65,6 +65,14 @@ def test_broken_rows_end_the_command_unless_they_may_be_left_out(
     assert f"{chats}:41: 'messages' is empty): mend them" in capsys.readouterr().err
 
 
+def test_prompts_for_the_target_are_not_drawn_from_conversations(
+    target_folder: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--self_distill", "--on_bad_row", "skip"]
+    assert main(flags(target_folder, chats, tmp_path / "run", *more)) == 2
+    assert "have it answered with medusa-heads regenerate, and train" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("mode", with_slow(["--packing"], ["--streaming"]))
 def test_conversations_are_learnt_from_and_one_is_shown(
     mode: str,

@@ -19,6 +19,7 @@ from medusa_heads.training.data.columns import stretches
 _ROWS = 256
 _ANSWERS = 8  # that are judged at least
 _BEFORE = 256  # tokens of the prompt that are looked at
+_MARK = 5  # characters of what stands before an answer: fewer may stand in any text
 _ASKED = "How are you?"
 _DO = (
     "give conversations in 'messages' without another chat_template, or let the target answer "
@@ -35,13 +36,15 @@ def template_mismatch(
 ) -> str | None:
     """The sentence for rows (`input_ids`, `labels`) most of whose answers do not stand behind what
     the tokenizer's own chat template writes before one, or end with a token that is not among those
-    that end the target's text. None where nothing can be said: no template, few answers, or text
-    that is learnt whole."""
+    that end the target's text; or most of which are conversations and learnt whole. None where
+    nothing can be said: no template, few answers, or other text that is learnt whole."""
     some = rows.select(range(min(len(rows), _ROWS)))
-    asked, ends = [], []
+    asked, ends, whole = [], [], []
     for row in some:
         ids = row["input_ids"]
         learnt = stretches(np.asarray(row["labels"]) != IGNORED).tolist()
+        if learnt == [[0, len(ids)]]:
+            whole.append(ids)
         answers = [(start, stop) for start, stop in learnt if start]
         for start, _ in answers[:1]:  # later ones may follow a tool
             asked.append(ids[max(start - _BEFORE, 0) : start])
@@ -56,6 +59,14 @@ def template_mismatch(
             return (
                 f"the template of the {name} is not the target's: {found} of {len(asked)} answers "
                 f"stand behind {written!r}, which the target is asked with; {_DO}"
+            )
+    if written and len(written) >= _MARK and len(whole) >= _ANSWERS and tokenizer is not None:
+        found = sum(written in text for text in tokenizer.batch_decode(whole))
+        if 2 * found >= len(whole):
+            return (
+                f"{found} of {len(whole)} texts of the {name} are conversations that a chat "
+                f"template has rendered ({written!r}), and all their tokens are learnt, those of "
+                "users too: give them in 'messages', of which the answers alone are learnt"
             )
     if stop_ids and len(ends) >= _ANSWERS:
         (token, count), ended = Counter(ends).most_common(1)[0], sum(e in stop_ids for e in ends)

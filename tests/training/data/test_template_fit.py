@@ -80,11 +80,15 @@ def test_answers_that_end_otherwise_are_named() -> None:
     assert found(Dataset.from_list(cut), tokenizer, None, ["</s>"]) is None
 
 
-def test_nothing_is_said_of_text_that_is_learnt_whole_or_of_few_answers() -> None:
+def test_nothing_is_said_of_other_text_that_is_learnt_whole_or_of_few_answers() -> None:
     tokenizer = chat_tokenizer()
     ids = tokenizer("def main():\n    return 1\n")["input_ids"]
     whole = Dataset.from_list([{"input_ids": ids, "labels": ids}] * 20)
     assert found(whole, tokenizer, "chatml", ["<|im_end|>"]) is None
+    ids_of = rows_of("chatml", tokenizer)["input_ids"]
+    rendered = [{"input_ids": ids, "labels": ids} for ids in ids_of]
+    sentence = found(Dataset.from_list(rendered), tokenizer, "chatml", ["<|im_end|>"])
+    assert sentence is not None and "10 of 10 texts of the training set are conver" in sentence
     few = rows_of("llama3", tokenizer).select(range(3))
     assert found(few, tokenizer, "chatml", ["<|im_end|>"]) is None
     answers = [{"input_ids": ids, "labels": [IGNORED] * 3 + ids[3:]}] * 20
