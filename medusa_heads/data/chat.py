@@ -155,7 +155,8 @@ class ChatTemplate:
             made = next(refused, None) or Rendered(indices, *pair)
             if isinstance(made, Rendered):
                 for index, before, text in zip(*made, strict=True):
-                    if calls_left_out(each.messages[index], text[len(before) :]):
+                    answer = text.removeprefix(before)
+                    if calls_left_out(each.messages[index], answer):
                         made = BadRow(
                             f"the chat template leaves out the calls of message {index}, which "
                             "says nothing else: give a chat_template that writes them"
