@@ -171,7 +171,7 @@ def test_a_cache_that_cannot_be_written_is_told_of(
     (tmp_path / "file").write_text("no folder")
     (tmp_path / "text.jsonl").write_text('{"text": "x"}\n')
     monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "file" / "cache")
-    with pytest.raises(ValueError, match="choose another, by HF_DATASETS_CACHE$"):
+    with pytest.raises(ValueError, match=r"choose another, by HF_DATASETS_CACHE$"):
         load_corpus(str(tmp_path / "text.jsonl"))
 
 
