@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,16 @@ def adapted(tiny_llama: TinyLlama, **config: Any) -> PeftModel:
     return model
 
 
+@pytest.fixture(scope="module")
+def saved(tiny_llama: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    save_adapter(folder, adapted(tiny_llama), "user/target", torch.float32)
+    return folder
+
+
 @pytest.fixture
-def folder(tiny_llama: TinyLlama, tmp_path: Path) -> Path:
-    save_adapter(tmp_path / "adapter", adapted(tiny_llama), "user/target", torch.float32)
-    return tmp_path / "adapter"
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(saved, tmp_path / "adapter")
 
 
 def change(folder: Path, **values: Any) -> None:

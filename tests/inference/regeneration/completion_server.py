@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 
+from tests.inference.reference import reference
+
 
 class CompletionServer(ThreadingHTTPServer):
-    """Answers /v1/completions and /v1/chat/completions with the model's own greedy text.
+    """Answers /v1/completions and /v1/chat/completions with the model's own greedy text, which it
+    writes once.
 
     Attributes:
         model, tokenizer: who answers.
@@ -55,8 +58,9 @@ class CompletionServer(ThreadingHTTPServer):
         """New tokens, and why they ended."""
         input_ids = torch.tensor([prompt])
         with self.lock:
-            output = self.model.generate(
-                input_ids,
+            output = reference(
+                self.model,
+                input_ids=input_ids,
                 attention_mask=torch.ones_like(input_ids),
                 max_new_tokens=request["max_tokens"],
                 do_sample=False,
