@@ -93,11 +93,14 @@ def test_a_length_of_the_callers_own_goes_before_what_is_announced(
         assert got_BT.shape[1] == PROMPT + longest
 
 
-def test_such_a_text_has_its_room_in_a_cache_of_fixed_size(model: Any, untraced: None) -> None:
+def test_such_a_text_has_its_room_in_a_cache_of_fixed_size(
+    model: Any, untraced: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa_heads.target.graphs.compiled._CAPACITY_STEP", 64)
     heads = MedusaHeads.from_target(model, HeadsConfig(num_heads=2))
     medusa: Any = MedusaModel(model, heads, tree="chain", compile=True)
     options: dict[str, Any] = {**prompts(1), "max_new_tokens": 4, "do_sample": False}
-    options["stopping_criteria"] = StoppingCriteriaList([MaxLengthCriteria(530)])
+    options["stopping_criteria"] = StoppingCriteriaList([MaxLengthCriteria(80)])
     options["eos_token_id"] = None
     assert torch.equal(medusa.generate(**options), model.generate(**options))
 

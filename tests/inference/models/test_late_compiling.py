@@ -80,16 +80,9 @@ def test_a_text_goes_on_in_fixed_shapes(
     goes_on(tiny_llama(vocab_size=24), steps_by_view, drafter, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("drafter", "rows"),
-    [
-        ("static:7", 1),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in product(DRAFTERS, (1, 3))
-            if each != ("static:7", 1)
-        ),
-    ],
+    ("drafter", "rows"), [each for each in product(DRAFTERS, (1, 3)) if each != ("static:7", 1)]
 )
 def test_a_text_goes_on_compiled(
     tiny_llama: TinyLlama, steps_by_view: dict[str, int], drafter: str, rows: int
@@ -98,7 +91,10 @@ def test_a_text_goes_on_compiled(
     goes_on(model, steps_by_view, drafter, rows)
 
 
-def goes_on(model: Any, steps_by_view: dict[str, int], drafter: str, rows: int) -> None:
+def goes_on(
+    model: Any, steps_by_view: dict[str, int], drafter: str, rows: int, backend: Any = "eager"
+) -> None:
+    late = LATE | {"compile_backend": backend}
     model = model.to(DEVICE)
     given = padded(PADDING[:rows], 8)
     options = {"max_new_tokens": 60, "do_sample": rows == 1, "temperature": 0.5}
@@ -107,9 +103,9 @@ def goes_on(model: Any, steps_by_view: dict[str, int], drafter: str, rows: int) 
     if drafter in ("static:7", "prefix", "block"):
         kind = "block" if drafter == "block" else "medusa"
         heads = heads_for(model, kind=kind, prefix_attention=drafter == "prefix")
-        drafted: Any = MedusaModel(model, heads, tree="static:7", rng="transformers", **LATE)
+        drafted: Any = MedusaModel(model, heads, tree="static:7", rng="transformers", **late)
     else:
-        drafted = TrainingFreeModel(model, drafter, rng="transformers", **LATE)
+        drafted = TrainingFreeModel(model, drafter, rng="transformers", **late)
     steps_by_view.update(plain=0, compiled=0)
     torch.manual_seed(3)
     assert drafted.generate(**given, **options).tolist() == expected_BT.tolist()
@@ -119,8 +115,10 @@ def goes_on(model: Any, steps_by_view: dict[str, int], drafter: str, rows: int) 
     assert steps_by_view["compiled"] > 10
 
 
-def test_what_is_measured_is_the_graph_of_texts(tiny_llama: TinyLlama) -> None:
-    """Compiling stops a text once."""
+def test_what_is_measured_is_the_graph_of_texts(
+    tiny_llama: TinyLlama, steps_by_view: dict[str, int]
+) -> None:
+    """Compiling stops a text once, which goes on compiled."""
     graphs: list[Any] = []
 
     def count(graph: Any, _: Any) -> Any:
@@ -128,11 +126,7 @@ def test_what_is_measured_is_the_graph_of_texts(tiny_llama: TinyLlama) -> None:
         return graph.forward
 
     torch._dynamo.reset()
-    model = tiny_llama(vocab_size=24, num_layers=1)
-    late: Any = {"compile": "auto", "compile_backend": count}
-    medusa = MedusaModel(model, heads_for(model), tree="static:7", **late)
-    for _ in range(2):
-        medusa.generate(torch.arange(1, 9)[None], max_new_tokens=60, do_sample=False)
+    goes_on(tiny_llama(vocab_size=24, num_layers=1), steps_by_view, "static:7", 1, count)
     assert len(graphs) == 1
 
 
@@ -172,7 +166,7 @@ def test_what_saves_nothing_is_kept_and_not_tried_again(
 ) -> None:
     monkeypatch.setattr(late_compiling, "_LEAST_SAVED_OF_SIZES", 0.15)
     monkeypatch.setattr(late_compiling, "median", lambda _: 0.9)  # too little for many sizes
-    model: Any = tiny_llama(vocab_size=24).to(DEVICE)
+    model: Any = tiny_llama(num_layers=1, vocab_size=24).to(DEVICE)
     ids_BT = torch.tensor([[5, 6, 7]], device=DEVICE)
     expected_BT: Any = model.generate(ids_BT, max_new_tokens=60)
     for _ in range(2):  # the second one reads what the first one kept

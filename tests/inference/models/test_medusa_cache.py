@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import CompileConfig
 
-from medusa_heads import MedusaModel
+from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.target.cache import RowCache
+from tests.conftest import TinyLlama
 from tests.inference.conftest import INPUTS, plain
 
 
@@ -31,7 +32,7 @@ def test_return_dict_and_continuing_from_its_cache(medusa: MedusaModel) -> None:
     assert torch.equal(second, whole)  # type: ignore[arg-type]
 
 
-def test_a_prompt_that_is_read_in_parts_is_not_compiled(medusa: MedusaModel) -> None:
+def test_a_prompt_that_is_read_in_parts_is_not_compiled(tiny_llama: TinyLlama) -> None:
     """As transformers would do on a GPU, and with this setting does anywhere."""
     graphs: list[Any] = []
 
@@ -42,9 +43,11 @@ def test_a_prompt_that_is_read_in_parts_is_not_compiled(medusa: MedusaModel) -> 
     config: Any = CompileConfig(backend=count)
     config._compile_all_devices = True
     options: Any = {"compile": "steps", "compile_backend": "eager"}
-    compiled = MedusaModel(medusa.target.model, medusa.heads, tree=4, **options)
+    model = tiny_llama(num_layers=1, vocab_size=24)
+    heads = MedusaHeads.from_target(model, HeadsConfig(num_heads=1))
+    compiled = MedusaModel(model, heads, tree=2, **options)
     options = {"max_new_tokens": 9, "do_sample": False}
-    expected = plain(medusa, **options)
+    expected = plain(compiled, **options)
     got = compiled.generate(**INPUTS, prefill_chunk_size=4, compile_config=config, **options)
     assert torch.equal(torch.as_tensor(got), expected)
     assert not graphs
