@@ -74,10 +74,11 @@ def test_what_was_trained_drafts_for_its_target(
 def test_a_dry_run_says_what_would_be_trained(
     speaker: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    unmeasured = ["--measure_steps", "false"]
     shapes = {
         "1 layers": [],
-        "2 layers": ["--draft_layers", "2", "--draft_hidden_size", "16"],
-        "2 layers: ": ["--draft_model", str(speaker / "target")],
+        "2 layers": ["--draft_layers", "2", "--draft_hidden_size", "16", *unmeasured],
+        "2 layers: ": ["--draft_model", str(speaker / "target"), *unmeasured],
     }
     for shape, more in shapes.items():
         assert main(flags(speaker, corpus, tmp_path / "run", "--dry_run", *more)) == 0

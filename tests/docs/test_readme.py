@@ -33,11 +33,6 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.fixture
-def pictures() -> None:
-    """Of reports as well, as users have them."""
-
-
-@pytest.fixture
 def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder with what the commands read from a clone."""
     for name in ("configs", "assets", "Makefile", "scripts"):

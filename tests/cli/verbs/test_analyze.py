@@ -7,14 +7,23 @@ from pathlib import Path
 
 import pytest
 
+from medusa_heads import MedusaModel
 from medusa_heads.cli.verbs.analyze import main
+from medusa_heads.inference.bench import memory
 from tests.conftest import Refused
 
 
 @pytest.fixture
 def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer tokens are watched for the memory they take."""
-    monkeypatch.setattr("medusa_heads.inference.bench.memory._NEW", 8)
+    """Fewer tokens are watched for the memory they take, and once a test."""
+    monkeypatch.setattr(memory, "_NEW", 8)
+    watched, made = memory.Memory, list[memory.Memory]()
+
+    def once(model: MedusaModel) -> memory.Memory:
+        made[:] = made or [watched(model)]
+        return made[0]
+
+    monkeypatch.setattr(memory, "Memory", once)
 
 
 @pytest.mark.usefixtures("quiet", "short_texts")

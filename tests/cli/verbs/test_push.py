@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from medusa_heads.checkpoint.checkpoint import load_heads, save_heads
 from medusa_heads.cli.verbs import benchmark, generate, pull, push
 from tests.hub.hub_server import LocalHub, log_in
 
-TOKEN = "hf_alicealicealice"
+TOKEN, SECRET = "hf_alicealicealice", "hf_secretsecretsecret"
 
 
 @pytest.fixture
@@ -119,15 +120,39 @@ def test_mistakes_are_one_sentence_without_the_token(
 
 
 def test_the_token_is_in_no_traceback_and_no_log(
-    hub: LocalHub, heads: str, tmp_path: Path, speaker: Path
+    hub: LocalHub,
+    heads: str,
+    tmp_path: Path,
+    speaker: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Everything turned up: tracebacks of mistakes, and what all libraries say for debugging."""
-    secret = "hf_secretsecretsecret"
+    with monkeypatch.context() as loud, caplog.at_level("DEBUG"):
+        loud.setenv("MEDUSA_HEADS_TRACEBACK", "1")
+        loud.setenv("HF_TOKEN", SECRET)
+        loud.setattr("huggingface_hub.constants.HF_DEBUG", True)
+        with pytest.raises(ValueError) as raised:
+            push.main([heads, "alice/heads", "--base_model", "alice/target"])
+    said = caplog.text + "".join(traceback.format_exception(raised.value))
+    assert "api/repos/create" in caplog.text and "the hub does not know this token" in said
+    assert SECRET not in said
+    loaded = load_heads(heads, TargetModel.from_pretrained(str(speaker / "target")))
+    story = {"argv": ["train-heads", "--training_args", f'{{"hub_token": "{SECRET}"}}']}
+    target = TargetModel.from_pretrained(str(speaker / "target"))
+    save_heads(tmp_path / "run", loaded.heads, target, provenance=story)
+    assert push.main([str(tmp_path / "run"), "alice/heads", "--base_model", "alice/target"]) == 0
+    assert SECRET.encode() not in b"".join(hub.repositories["alice/heads"].tree().values())
+
+
+@pytest.mark.slow
+def test_the_token_is_in_nothing_that_a_process_says(hub: LocalHub, heads: str) -> None:
+    """As above, from its first import on."""
     settings = {
         "HF_ENDPOINT": hub.url,
         "HF_HUB_OFFLINE": "0",
         "HF_HUB_DISABLE_XET": "1",
-        "HF_TOKEN": secret,
+        "HF_TOKEN": SECRET,
         "HF_DEBUG": "1",
         "MEDUSA_HEADS_TRACEBACK": "1",
     }
@@ -143,10 +168,4 @@ def test_the_token_is_in_no_traceback_and_no_log(
         text=True,
     )
     assert "Traceback" in done.stderr and "the hub does not know this token" in done.stderr
-    assert secret not in done.stdout + done.stderr
-    loaded = load_heads(heads, TargetModel.from_pretrained(str(speaker / "target")))
-    story = {"argv": ["train-heads", "--training_args", f'{{"hub_token": "{secret}"}}']}
-    target = TargetModel.from_pretrained(str(speaker / "target"))
-    save_heads(tmp_path / "run", loaded.heads, target, provenance=story)
-    assert push.main([str(tmp_path / "run"), "alice/heads", "--base_model", "alice/target"]) == 0
-    assert secret.encode() not in b"".join(hub.repositories["alice/heads"].tree().values())
+    assert SECRET not in done.stdout + done.stderr
