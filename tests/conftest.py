@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from itertools import count, islice
@@ -60,6 +61,14 @@ gc.disable()
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems() -> None:
+    """hypothesis spends seconds on numbers in all that is imported, and other runs try others."""
+    providers: Any = sys.modules.get("hypothesis.internal.conjecture.providers")
+    if hasattr(providers, "_get_local_constants"):
+        providers._get_local_constants = lambda: providers._local_constants
+
+
 def pytest_collection_finish() -> None:
     """pytest listens to each logger that hands nothing on. To this one dynamo writes every graph in
     many forms as soon as somebody listens: they take time, and fill the report of a failure."""
@@ -70,8 +79,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtestloop() -> None:
     """A full garbage collection, which each training run asks for, leaves out what was imported.
     Traced graphs make many objects, few of them in circles: the young are looked at less often."""
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # a collection before it takes seconds, and finds nothing
     gc.set_threshold(10_000, 10, 10)
     gc.enable()
 
@@ -109,7 +117,7 @@ def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True, scope="module")
 def quick_kernels() -> Iterator[None]:
     """Large matrices of heads are multiplied in eight bits, and a target's are packed, whatever is
-    measured here; also of models that the tests of a module share."""
+    measured here; also of models that the tests of a module share. Steps are timed in one round."""
     from medusa_heads.machine.kernels import has_packed_products
 
     gain = "medusa_heads.target.packed.packed_gain"
@@ -118,6 +126,7 @@ def quick_kernels() -> Iterator[None]:
         patch.setattr("medusa_heads.heads.drafting.has_int8_products", lambda: True)
         patch.setattr(gain, lambda dtype, *_: 2.0 if has_packed_products(dtype) else 0.0)
         patch.setattr("medusa_heads.target.packed.turned_gain", lambda *_: 2.0)
+        patch.setattr("medusa_heads.inference.adapt.step_bench._ROUNDS", 1)
         yield
 
 

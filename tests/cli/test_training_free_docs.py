@@ -29,7 +29,6 @@ SMALLER = {
 def test_the_page_is_true(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("medusa_heads.inference.adapt.step_bench._ROUNDS", 1)
     monkeypatch.setattr("medusa_heads.inference.drafters.extra.skip_search._TOKENS", 16)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "assets").symlink_to(ROOT / "assets")

@@ -18,6 +18,12 @@ from tests.conftest import TinyLlama
 from tests.inference.clock import Clock
 
 
+@pytest.fixture(autouse=True)
+def usual_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as users have."""
+    monkeypatch.setattr("medusa_heads.inference.adapt.step_bench._ROUNDS", 7)
+
+
 @pytest.fixture
 def no_more(monkeypatch: pytest.MonkeyPatch) -> Any:
     """From its call on, measuring fails."""
