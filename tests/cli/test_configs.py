@@ -74,8 +74,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# Others draw their text as these do, and learn as these do; the demo's own tests run its plan.
-ALIKE = ("demo", "hydra", "medusa-2")
+# Others draw their text as these do, and learn as these do; the demo's own tests run its plan, and
+# those of train-draft another one.
+ALIKE = ("demo", "draft-demo", "hydra", "medusa-2")
 
 
 @pytest.mark.parametrize(

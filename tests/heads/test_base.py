@@ -27,6 +27,7 @@ CONFIGS = {
     "block": HeadsConfig(kind="block", num_heads=3),
     "eagle3": HeadsConfig(kind="eagle3", num_heads=2),
 }
+ALIKE = ("medusa", "prefix")  # parts that others have too
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def moved(target: TargetModel, config: HeadsConfig) -> DraftHeads:
     return heads
 
 
-@pytest.mark.parametrize(("kind", "how"), alternately(CONFIGS, ["deepcopy", "pickle"]))
+@pytest.mark.parametrize(("kind", "how"), alternately(CONFIGS, ["deepcopy", "pickle"], slow=ALIKE))
 def test_copied_heads_draft_the_same(target: TargetModel, kind: str, how: str) -> None:
     heads = moved(target, CONFIGS[kind])
     copied = copy.deepcopy(heads) if how == "deepcopy" else pickle.loads(pickle.dumps(heads))

@@ -26,6 +26,7 @@ ALL_KINDS = [
     {"kind": "block", "features": [0, 1]},
     {"kind": "eagle3", "features": [0, 1]},
 ]
+PLAIN = ALL_KINDS[2:5]  # what the others read, and other matrices
 PACKS = pytest.mark.skipif(
     not has_packed_products(torch.float32), reason="this build of torch packs no matrices"
 )
@@ -145,9 +146,10 @@ def test_a_processor_that_is_no_faster_so_multiplies_as_ever(
 @pytest.mark.parametrize(
     ("layer", "settings"),
     [
-        pytest.param(layer, settings, marks=[*skips, *([pytest.mark.slow] * ((i + j) % 2))])
+        pytest.param(layer, settings, marks=[*skips, *([pytest.mark.slow] * is_slow)])
         for i, (layer, skips) in enumerate([(Int8Linear, []), (PackedLinear, [PACKS])])
         for j, settings in enumerate(ALL_KINDS)
+        for is_slow in [(i + j) % 2 == 1 or settings in PLAIN]
     ],
     indirect=["layer"],
 )

@@ -29,6 +29,7 @@ from medusa_heads.machine.measurements import Measurements
 from medusa_heads.target.attention import additive
 from tests.conftest import DEVICE
 from tests.elsewhere import compiled_elsewhere
+from tests.pairs import with_slow
 
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
@@ -67,14 +68,10 @@ def expected(
 
 @pytest.mark.parametrize(
     ("tokens", "slots", "heads", "scale"),
-    [
-        (1, 100, G, None),
-        (1, 100, 2 * G, 0.5),
-        (5, 33, 2 * G, None),
-        (7, 140, G, 0.5),
-        (7, 140, 2 * G, None),
-        (64, 70, G, None),
-    ],
+    with_slow(
+        [(1, 100, 2 * G, 0.5), (7, 140, 2 * G, None), (64, 70, G, None)],
+        [(1, 100, G, None), (5, 33, 2 * G, None), (7, 140, G, 0.5)],
+    ),
 )
 def test_it_is_attention(tokens: int, slots: int, heads: int, scale: float | None) -> None:
     given = case(tokens, slots, heads)

@@ -107,7 +107,7 @@ def drafted(model: Any, ids_BT: Tensor, expected: Tensor, **options: Any) -> tup
     return text_BT, free.last_stats.tokens_per_step
 
 
-@pytest.mark.parametrize("kind", [PHI3, "longrope", "dynamic"])
+@pytest.mark.parametrize("kind", with_slow([PHI3, "dynamic"], ["longrope"]))
 @pytest.mark.parametrize("length", with_slow([5, LIMIT, LIMIT + 1], [LIMIT - 1, LIMIT + 6]))
 def test_texts_that_reach_and_cross_the_limit(kind: str, length: int) -> None:
     model, ids, new = tiny(kind), prompt(length), max(LIMIT - length, 0) + 24
@@ -170,7 +170,7 @@ def test_batches_are_refused_by_name(kind: str) -> None:
     assert not batch.rows
 
 
-@pytest.mark.parametrize("kind", [PHI3, "longrope", "dynamic"])
+@pytest.mark.parametrize("kind", with_slow([PHI3, "dynamic"], ["longrope"]))
 @pytest.mark.parametrize("length", with_slow([9], [LIMIT]))
 def test_a_running_batch_of_one_row_crosses_the_limit(kind: str, length: int) -> None:
     model, ids = tiny(kind), prompt(length)

@@ -20,6 +20,7 @@ from medusa_heads.target.target import TargetModel
 from scripts.prove.tiny_models import builder
 from tests.conftest import TinyLlama
 from tests.inference.recurrent import KINDS
+from tests.pairs import with_slow
 
 IDS = torch.arange(5, 29)[None]
 
@@ -105,7 +106,7 @@ def test_limits_of_time_steps_are_back_behind_the_last_of_blocks_that_overlap() 
     assert layer.time_step_limit == limit
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", with_slow(KINDS[1::2], KINDS[::2]))
 def test_rows_of_a_training_batch_do_not_see_their_padding(kind: str) -> None:
     view, lengths = target(kind), (24, 9)
     ids_BT = IDS.repeat(2, 1)

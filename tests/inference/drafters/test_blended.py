@@ -145,8 +145,8 @@ def test_heads_that_are_asked_now_and_then_have_read_everything(
 @pytest.mark.parametrize(
     "tree",
     [
-        "auto",
         "7+suffix",
+        pytest.param("auto", marks=pytest.mark.slow),
         pytest.param("dynamic:7+suffix", marks=pytest.mark.slow),
         pytest.param("chain:2+suffix", marks=pytest.mark.slow),
         "suffix:4",

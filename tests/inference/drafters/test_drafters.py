@@ -54,6 +54,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "medusa, features": {"features": [1, 0]},
     "hydra, prefix, features": {"kind": "hydra", "prefix_attention": True, "features": [0]},
 }
+MADE_OF_OTHERS = [kind for kind in KINDS if kind.count(",") > 1 or "corrected" in kind]
 TREES = ("chain", "cartesian:3,2,1", "dynamic:9", "auto", "none")
 READERS: dict[str, dict[str, Any]] = {
     "medusa, prefix": {"prefix_attention": True},
@@ -147,7 +148,16 @@ def test_a_dynamic_tree_of_sequential_heads_holds_the_likeliest_paths(
 
 
 @pytest.mark.parametrize("other", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("heads", "tree"), alternately(KINDS, TREES), indirect=["heads"])
+@pytest.mark.parametrize(
+    ("heads", "tree"),
+    [
+        # Each kind has a quick one, and each tree some.
+        pytest.param(kind, tree, marks=[] if i % len(TREES) == j else [pytest.mark.slow])
+        for i, kind in enumerate(KINDS)
+        for j, tree in enumerate(TREES)
+    ],
+    indirect=["heads"],
+)
 def test_text_is_the_targets_own(
     heads: DraftHeads, target: Any, tree: str, other: bool, request: pytest.FixtureRequest
 ) -> None:
@@ -166,7 +176,9 @@ def test_text_is_the_targets_own(
 
 
 @pytest.mark.parametrize(
-    ("heads", "tree"), alternately(KINDS, ["cartesian:3,2,1", "dynamic:9"]), indirect=["heads"]
+    ("heads", "tree"),
+    alternately(KINDS, ["cartesian:3,2,1", "dynamic:9"], slow=MADE_OF_OTHERS),
+    indirect=["heads"],
 )
 def test_rows_of_a_padded_batch_are_the_targets_own(
     heads: DraftHeads, target: Any, tree: str

@@ -145,8 +145,7 @@ class Shifted(TargetModel):
         return torch.cat([features.roll(1, dims=1), last_BTD], dim=2)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("wrong", ["layer", "position"])
+@pytest.mark.parametrize(("shape", "wrong"), alternately(SHAPES, ("layer", "position")))
 def test_features_of_another_place_are_noticed(model: Any, shape: str, wrong: str) -> None:
     """The negative control: what was compared above differs."""
     layers = SHAPES[shape]["features"]

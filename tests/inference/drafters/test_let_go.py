@@ -15,6 +15,7 @@ from medusa_heads import HeadsConfig, MedusaModel, TrainingFreeModel, new_heads
 from tests.conftest import TinyLlama
 from tests.inference.padded import padded
 from tests.inference.reference import reference
+from tests.pairs import with_slow
 
 INPUTS = padded([0], 12)
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
@@ -26,7 +27,9 @@ class Streamer:
     def end(self) -> None: ...
 
 
-@pytest.mark.parametrize("words", ["auto", "suffix", "recycling", "lookahead+suffix", "heads"])
+@pytest.mark.parametrize(
+    "words", with_slow(["auto", "heads"], ["suffix", "recycling", "lookahead+suffix"])
+)
 def test_a_text_lives_no_longer_than_its_call(tiny_llama: TinyLlama, words: str) -> None:
     """Neither its streamer, nor the scores of all its tokens."""
     model = tiny_llama()

@@ -32,6 +32,7 @@ from tests.inference.on_device import (
 )
 from tests.inference.padded import padded
 from tests.inference.reference import reference
+from tests.pairs import with_slow
 
 pytestmark = pytest.mark.usefixtures("small_caches")
 
@@ -50,8 +51,8 @@ def medusa(model: Any) -> MedusaModel:
 
 @pytest.mark.parametrize(
     ("tree", "options"),
-    [pytest.param("7", SAMPLING, marks=pytest.mark.slow), ("dynamic:7", {}), ("auto", SAMPLING)],
-    ids=["7-sampled", "dynamic:7-greedy", "auto-sampled"],
+    with_slow([("auto", SAMPLING)], [("7", SAMPLING), ("dynamic:7", {})]),
+    ids=["auto-sampled", "7-sampled", "dynamic:7-greedy"],
 )
 def test_the_host_waits_for_nothing(
     model: Any, monkeypatch: pytest.MonkeyPatch, tree: str, options: dict[str, Any]

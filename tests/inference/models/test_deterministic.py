@@ -17,7 +17,7 @@ from medusa_heads.target.target import TargetModel
 from tests.conftest import DEVICE, TinyLlama
 from tests.pairs import with_slow
 
-TREES = ("auto", "dynamic:6")
+TREES = ("dynamic:6",)
 
 
 def made(tiny_llama: TinyLlama, way: str) -> AssistedModel:
@@ -31,8 +31,8 @@ def made(tiny_llama: TinyLlama, way: str) -> AssistedModel:
 
 ALIKE = ("recycling:7", "heads:hydra/auto", "heads:block/auto")
 # What each of them drafts, others draft too.
-SOURCES = ("suffix", "recycling", "early_exit")
-MERGED = ("5+suffix", "suffix:4", "chain")
+SOURCES = ("suffix", "recycling", "early_exit", "lookahead")
+MERGED = ("auto", "5+suffix", "suffix:4", "chain")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from medusa_heads.training.measure import calibration
 from medusa_heads.training.measure.calibration import calibrate, measure_heads
 from medusa_heads.trees.statistics import HeadStatistics
 from tests.conftest import TinyLlama
-from tests.pairs import with_slow
+from tests.pairs import alternately, with_slow
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.6])
@@ -136,12 +136,14 @@ def test_the_target_reads_no_more_rows_than_positions_are_kept(
     assert len(calibrated(20, most=16, positions=100, length=6)) == 20
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "block", "eagle3"])
-@pytest.mark.parametrize(("num_heads", "tokens"), [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("size", "kind"),
+    alternately([(1, 1), (1, 2), (2, 1)], ["medusa", "hydra", "block", "eagle3"]),
+)
 def test_heads_too_few_for_a_dynamic_tree(
-    tiny_llama: TinyLlama, kind: HeadsKind, num_heads: int, tokens: int
+    tiny_llama: TinyLlama, kind: HeadsKind, size: tuple[int, int]
 ) -> None:
-    target = TargetModel(tiny_llama(vocab_size=32))
+    target, (num_heads, tokens) = TargetModel(tiny_llama(vocab_size=32)), size
     config = HeadsConfig(kind=kind, num_heads=num_heads, draft_vocab_size=tokens)
     heads = new_heads(target, config, torch.arange(tokens))
     ids = torch.randint(3, (4, 9), generator=torch.Generator().manual_seed(0)).tolist()
