@@ -13,6 +13,7 @@ from medusa_heads import HeadsConfig, attach, new_heads
 from medusa_heads.checkpoint.checkpoint import load_heads, save_heads
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
+from tests.pairs import with_slow
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def test_loading_goes_by_no_default_device(target: TargetModel, tmp_path: Path) 
     assert {parameter.device.type for parameter in heads.parameters()} == {"cpu"}
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "block", "eagle3"])
+@pytest.mark.parametrize("kind", with_slow(["medusa", "eagle3"], ["hydra", "block"]))
 def test_a_program_that_is_all_in_inference_mode(
     tiny_llama: TinyLlama, tmp_path: Path, kind: Any
 ) -> None:

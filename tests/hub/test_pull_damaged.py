@@ -13,6 +13,7 @@ from medusa_heads.hub.pull import pull
 from medusa_heads.hub.push import prepare_push, push
 from tests.hub.hub_server import LocalHub
 from tests.hub.test_pull import contents
+from tests.pairs import alternately
 
 SAID = {
     "missing": "safetensors', found none",
@@ -26,8 +27,7 @@ def flipped(data: bytes) -> bytes:
     return data[:-3] + bytes([data[-3] ^ 1]) + data[-2:]
 
 
-@pytest.mark.parametrize("damage", [*SAID])
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(("damage", "overwrite"), alternately(SAID, (True, False)))
 def test_damaged_heads_take_no_place(
     damage: str, overwrite: bool, hub: LocalHub, checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -182,7 +182,7 @@ def test_equal_to_generate(model: Any, options: str) -> None:
 
 @pytest.mark.parametrize(
     ("model", "options"),
-    alternately(sorted(ARCHITECTURES), ("greedy", "penalties", "ends"), slow=ALIKE),
+    alternately(sorted(ARCHITECTURES), ("greedy", "penalties", "ends"), slow=("llama", *ALIKE)),
     indirect=["model"],
 )
 def test_ragged_batch_equal_to_generate(model: Any, options: str) -> None:

@@ -234,7 +234,7 @@ def another_row_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
 OF_ROWS = (all_rows_put_back, no_single_row_put_back, another_row_put_back)
 
 
-@pytest.mark.parametrize("fault", with_slow(OF_ROWS[:2], OF_ROWS[2:]))
+@pytest.mark.parametrize("fault", with_slow(OF_ROWS[:1], OF_ROWS[1:]))
 def test_the_states_of_a_row_that_are_not_its_own_are_noticed(
     fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,7 +101,7 @@ def test_fixed_shapes_without_a_graph(most: int, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("untraced")
-@pytest.mark.parametrize("kind", ["medusa", "block"])
+@pytest.mark.parametrize("kind", with_slow(["medusa"], ["block"]))
 def test_a_compiled_text_goes_on_without_a_graph_and_the_other_way(kind: Any) -> None:
     target, inputs = short_target("lfm2"), prompt()
     torch.manual_seed(3)

@@ -53,7 +53,7 @@ WAYS: dict[str, Callable[[str], Any]] = {
 }
 
 
-QUICK = ("heads", "heads and text", "text")  # the others as they do, or in batches below
+QUICK = ("heads and text", "text")  # the others as they do, or in batches below
 
 
 @pytest.mark.parametrize("other", [False, pytest.param(True, marks=pytest.mark.slow)])
