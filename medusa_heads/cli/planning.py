@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from medusa_heads.cli.choices import apply_choice, print_choices
 from medusa_heads.config import IGNORED
 from medusa_heads.files import expanded
-from medusa_heads.inference.regeneration.arguments import DistillArguments
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -105,10 +104,9 @@ def planned_text(
     if distill.self_distill:
         prompts, held_out = command.prompts(target)
         length = distill.prompt_length + distill.continuation_length
-        learnt = len(prompts) * distill.continuation_length
-        labels = [IGNORED] * distill.prompt_length
-        first = {"input_ids": prompts[0]["input_ids"], "labels": labels}
-        data = without_answers([prompts, held_out], target, distill)
+        data = without_answers([prompts, held_out], target, command)
+        first = {name: row[: distill.prompt_length] for name, row in data.rows[0].items()}
+        learnt = data.facts.supervised_tokens
         return data, [first], TextSize(len(prompts), len(prompts) * length, learnt, length)
     data = command.rows(target, (command.corpus, command.held_out), args, num_heads)
     if data.is_stream:
@@ -117,15 +115,16 @@ def planned_text(
 
 
 def without_answers(
-    prompts: Sequence[Dataset], target: TargetModel, distill: DistillArguments
+    prompts: Sequence[Dataset], target: TargetModel, command: Command
 ) -> TrainingData:
     """Rows as long as those that will be written, of prompts to learn from and held-out ones."""
     from datasets import Dataset
 
+    from medusa_heads.training.data.columns import learnt_whole
     from medusa_heads.training.data.prepare import TrainingData
     from medusa_heads.training.data.row_facts import check_rows
 
-    behind = distill.continuation_length
+    behind = command.to_distill.continuation_length
 
     def long(row: dict[str, Any]) -> dict[str, Any]:
         ids = row["input_ids"]
@@ -133,6 +132,8 @@ def without_answers(
         return {"input_ids": ids + more, "labels": [IGNORED] * len(ids) + more}
 
     rows, held = (Dataset.from_list([long(row) for row in part]) for part in prompts)
+    if command.learns_prompts:
+        rows = learnt_whole(rows)
     known, of_held = (
         check_rows(part, target, name="text", heads_reached=1) for part in (rows, held)
     )

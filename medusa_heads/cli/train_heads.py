@@ -82,7 +82,8 @@ def train(
     if joint is not None and to_target.device_map is not None:
         raise ValueError("an adapter learns on one device: leave device_map or joint out")
     to_cache.check(joint=joint is not None, streaming=to_data.streaming)
-    command = Command(to_target, to_data, to_distill, to_optimise)
+    # Of which an adapter would learn another text than the target's own.
+    command = Command(to_target, to_data, to_distill, to_optimise, learns_prompts=joint is None)
     args = to_training_arguments(to_optimise, config.vocab_matrix, autocast=command.autocast)
 
     from medusa_heads.target.features import count_layers

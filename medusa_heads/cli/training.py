@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ class Command:
     to_distill: DistillArguments
     to_optimise: OptimisationArguments
     trains: bool = True  # and so writes to output_dir
+    learns_prompts: bool = False  # of the text that the target continues
     checkpoint: str | None = field(default=None, init=False)  # that it goes on from
 
     def __post_init__(self) -> None:
@@ -139,6 +140,7 @@ class Command:
         """Rows of the corpus, or of the target's continuations of it; the first one is shown."""
         from rich.console import Console
 
+        from medusa_heads.training.data.columns import learnt_whole
         from medusa_heads.training.data.sample import show_sample
 
         if args.process_index == 0:
@@ -150,8 +152,11 @@ class Command:
             with args.main_process_first(desc="the target's text"):
                 prompts, of_held_out = self.prompts(target)
                 distill = self.to_distill, kept, args.seed
+                learnt = continue_prompts(target, prompts, "distilled text", *distill)
+                if self.learns_prompts:
+                    learnt = replace(learnt, rows=learnt_whole(learnt.rows))
                 texts = (
-                    continue_prompts(target, prompts, "distilled text", *distill),
+                    learnt,
                     continue_prompts(target, of_held_out, "distilled held-out text", *distill),
                 )
         data = self.rows(target, texts, args, num_heads)

@@ -41,6 +41,7 @@ from medusa_heads.heads import DraftHeads
 from medusa_heads.settings import flag
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
+from medusa_heads.training.data.columns import learnt_whole
 from medusa_heads.training.measure.calibration import measure_heads
 from medusa_heads.training.measure.metrics import rank_statistics
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
@@ -185,6 +186,8 @@ def run(name: str, texts: Texts, prompts: int, arguments: CompareArguments) -> d
         shutil.rmtree(folder)  # of an earlier run
     config = HeadsConfig(**recipe.heads)
     rows = (texts.distilled if recipe.self_distilled else texts.corpus).select(range(prompts))
+    if recipe.self_distilled:
+        rows = learnt_whole(rows)
     optimisation = OptimisationArguments(
         num_train_epochs=arguments.num_train_epochs,
         bf16=autocast(),

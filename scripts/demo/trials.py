@@ -15,7 +15,6 @@ from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
 from transformers.utils import logging
 
-from medusa_heads.config import IGNORED
 from medusa_heads.heads import new_heads
 from medusa_heads.inference.bench.timed_run import WARM_UP_TOKENS, Method, fastest_threads, run_once
 from medusa_heads.inference.regeneration.answers import Sampling
@@ -122,10 +121,9 @@ def _learning_seconds(
     heads: HeadsConfig,
 ) -> float:
     size = to_optimise.per_device_train_batch_size or MOST_ROWS
-    length = to_distill.prompt_length
-    ids = _tokens(target, size * _STEPS, length + to_distill.continuation_length)
-    labels = [[IGNORED] * length + row[length:] for row in ids]
-    rows = Dataset.from_dict({"input_ids": ids, "labels": labels})
+    length = to_distill.prompt_length + to_distill.continuation_length
+    ids = _tokens(target, size * _STEPS, length)
+    rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
     clock = _Clock()
     with tempfile.TemporaryDirectory() as folder:
         short = replace(to_optimise, output_dir=folder, max_steps=_STEPS, training_args=None)

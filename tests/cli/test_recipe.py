@@ -17,6 +17,7 @@ from medusa_heads.cli.verbs.prepare_hidden import main as prepare_hidden
 from medusa_heads.config import HeadsConfig
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.layer import LayerArguments
+from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.recipe import RECIPES
 from tests.conftest import TinyLlama
 
@@ -31,7 +32,9 @@ def test_a_recipe_stands_for_flags_that_exist(recipe: str) -> None:
     read = parse_arguments(ARGUMENTS, argv + needed, presets={"recipe": RECIPES}, **told)
     (config,) = (each for each in read if isinstance(each, HeadsConfig))
     (layer,) = (each for each in read if isinstance(each, LayerArguments))
+    (objective,) = (each for each in read if isinstance(each, LossConfig))
     of_heads = {**RECIPES[recipe], "num_heads": 7}
+    assert objective == LossConfig(of_heads.pop("loss", "cross_entropy"))
     assert layer == LayerArguments(usual_features=of_heads.pop("usual_features", False))
     assert config == HeadsConfig(**of_heads)
 

@@ -10,16 +10,12 @@ from medusa_heads.settings import flag, one_of
 
 Recipe = Literal["fast", "served", "balanced", "best"]
 
+_FIVE = {"num_heads": 5, "loss": "cross_entropy=0.5,forward_kl=0.5"}
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     "fast": {"kind": "medusa", "num_heads": 4},
-    "served": {"kind": "block", "num_heads": 5, "correction_rank": 128, "usual_features": True},
-    "balanced": {
-        "kind": "medusa",
-        "num_heads": 5,
-        "correction_rank": 128,
-        "prefix_attention": True,
-    },
-    "best": {"kind": "hydra", "num_heads": 5, "prefix_attention": True},
+    "served": {"kind": "block", "correction_rank": 128, "usual_features": True, **_FIVE},
+    "balanced": {"kind": "medusa", "correction_rank": 128, "prefix_attention": True, **_FIVE},
+    "best": {"kind": "hydra", "prefix_attention": True, **_FIVE},
 }
 """Flags of `train-heads` that each stands for; docs/benchmarks/recipes.md has what they cost and
 bring."""

@@ -47,6 +47,16 @@ def row_digests(rows: Dataset, column: str) -> Any:
     return np.concatenate(found)
 
 
+def learnt_whole(rows: Dataset) -> Dataset:
+    """The same rows of tokens, of which all are learnt."""
+    return rows.map(
+        lambda batch: {"labels": batch["input_ids"]},
+        batched=True,
+        features=rows.features,
+        desc="Learning prompts",
+    )
+
+
 def stretches(mask: Any) -> Any:
     """Where the stretches that a mask [places] holds for begin and end, [stretches, 2]."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.astype(np.int8), [0]))))

@@ -63,7 +63,7 @@ def prepare_hidden(
     if by_vllm:  # asked for before the target is loaded and text prepared
         import_vllm()
     sharding = spread_of(to_target, to_distill)
-    told = Command(to_target, to_data, to_distill, to_optimise, trains=False)
+    told = Command(to_target, to_data, to_distill, to_optimise, trains=False, learns_prompts=True)
     args = to_training_arguments(to_optimise, config.vocab_matrix)
 
     from medusa_heads.target.features import count_layers
