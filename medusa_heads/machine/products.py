@@ -187,9 +187,9 @@ def matrices(use: Use, shape: Shape) -> tuple[int, int, int, int]:
 def measure(
     use: Use, device: torch.device, dtypes: Sequence[str], threads: Sequence[int], shape: Shape
 ) -> tuple[Seconds, bool]:
-    """Interleaved, of each the least: whatever else runs here only ever adds to a time; and whether
-    nothing else that ran can have mattered. What takes long and is far behind the fastest is left
-    with what it took in the rounds before."""
+    """Interleaved, of each the least: whatever else runs here only ever adds to a time, to that of
+    one thread nothing by making it wait; and whether nothing else that ran can have mattered. What
+    takes long and is far behind the fastest is left with what it took in the rounds before."""
     contention = Contention()
     passes = {dtype: _pass(use, device, dtype, shape) for dtype in dtypes}
     running = [(dtype, count) for dtype in dtypes for count in threads]
@@ -199,13 +199,13 @@ def measure(
         fewest = threads[0]
         for dtype in dtypes:
             # The first call compiles a kernel for its sizes; what is slow beyond that is run once.
-            first = _timed(passes[dtype], fewest)
+            first = _timed(passes[dtype], fewest, device)
             others = [min(times[other, fewest]) for other in dtypes if times[other, fewest]]
             slow = first > _SLOW and first > _HOPELESS * min(others, default=first)
             for count in threads:
                 if not slow:
-                    _timed(passes[dtype], count)
-                times[dtype, count].append(first if slow else _timed(passes[dtype], count))
+                    _timed(passes[dtype], count, device)
+                times[dtype, count].append(first if slow else _timed(passes[dtype], count, device))
         started = time.perf_counter()
         for number in range(_ROUNDS - 1):
             if number > 3 and time.perf_counter() - started > _SECONDS:
@@ -214,7 +214,7 @@ def measure(
             most = max(_HOPELESS * least, _SLOW / 4)
             running = [each for each in running if min(times[each]) < most]
             for dtype, count in running:
-                times[dtype, count].append(_timed(passes[dtype], count))
+                times[dtype, count].append(_timed(passes[dtype], count, device))
     finally:
         torch.set_num_threads(before)
     seconds = {each: min(taken) for each, taken in times.items()}
@@ -230,12 +230,15 @@ def _spread(taken: Sequence[float]) -> float:
     return sorted(taken)[-1 - quarter] / sorted(taken)[quarter] - 1 if quarter else 0.0
 
 
-def _timed(products: Callable[[], object], threads: int) -> float:
+def _timed(products: Callable[[], object], threads: int, device: torch.device) -> float:
+    """Of one thread on the CPU its own seconds: while it waits for a busy processor nothing is
+    computed, and a single wait would be longer than all products."""
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
-    started = time.perf_counter()
+    clock = time.thread_time if device.type == "cpu" and threads == 1 else time.perf_counter
+    started = clock()
     products()
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def _pass(use: Use, device: torch.device, name: str, shape: Shape) -> Callable[[], object]:

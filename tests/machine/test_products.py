@@ -8,8 +8,11 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,6 +115,25 @@ def test_what_a_busy_machine_says_is_for_this_process_alone(
     assert measured_and_kept() == (True, True)
     waits += [0.0, 9.0]
     assert measured_and_kept() == (False, True)  # read, not measured again
+
+
+def test_waiting_for_a_processor_makes_nothing_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What had to wait each time is the fastest all the same."""
+    clock = {"perf_counter": 0.0, "thread_time": 0.0}
+
+    def one_pass(use: Use, device: torch.device, dtype: str, shape: Shape) -> Callable[[], None]:
+        def products() -> None:
+            own = {"float32": 0.001, "bfloat16": 0.04}[dtype]
+            clock["thread_time"] += own
+            clock["perf_counter"] += own + (0.2 if dtype == "float32" else 0)
+
+        return products
+
+    clocks = {name: partial(clock.__getitem__, name) for name in clock}
+    monkeypatch.setattr(module, "time", SimpleNamespace(**clocks))
+    monkeypatch.setattr(module, "_pass", one_pass)
+    seconds, _ = module.measure("train", CPU, ["float32", "bfloat16"], [1], SMALL)
+    assert seconds == pytest.approx({("float32", 1): 0.001, ("bfloat16", 1): 0.04})
 
 
 @pytest.mark.skipif(
