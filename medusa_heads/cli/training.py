@@ -119,12 +119,25 @@ class Command:
         return load_placed(self.to_target, args, apply_choice)
 
     def autocast(self, device: str | None) -> bool:
-        """Whether this machine trains faster in bf16 autocast, by the sizes of the target; tells
-        the user. Several processes, which could measure differently, never do."""
+        """Whether a run that goes on did so in bf16 autocast, as speeds measured anew may say
+        otherwise; else whether this machine trains faster so, by the sizes of the target; tells
+        the user. Several processes, which could measure differently, never begin to."""
         import torch
 
-        from medusa_heads.machine.choice import choose
+        from medusa_heads.machine.choice import Choice, choose
+        from medusa_heads.machine.devices import computes_in, find_device
+        from medusa_heads.machine.products import dtype_name
         from medusa_heads.target.loading import stored_form
+        from medusa_heads.training.runs.record import in_bf16_before
+
+        before = in_bf16_before(self.checkpoint)
+        if before is not None:
+            dtype, where = torch.bfloat16 if before else torch.float32, find_device(device)
+            if computes_in(where, dtype):
+                reason = f"{dtype_name(dtype)} as in the checkpoint"
+                choice = Choice(where, dtype, torch.get_num_threads(), reason)
+                apply_choice(choice, "training", threads=False)
+                return before
 
         launched = os.environ.get("WORLD_SIZE", "")
         if launched.isdecimal() and int(launched) > 1:

@@ -121,6 +121,10 @@ def test_autocast_is_what_this_machine_trains_faster_with(
         assert "target: cpu, 1 thread, float32 as its weights are stored" in told
         story = load_heads(tmp_path / "run", TargetModel.from_pretrained(str(target_folder)))
         assert story.stored.provenance["training_arguments"].get("bf16", False) == bf16
+    # A run that goes on does so in its own precision, whatever is faster by now.
+    keep_products(shape, {"bfloat16 1": 0.2, "float32 1": 0.1}, "train")
+    assert main([*given, "--num_train_epochs", "3", "--resume_from_checkpoint", "last"]) == 0
+    assert "training: cpu, 1 thread, bfloat16 as in the checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["nobody/nothing", "./nothing"])

@@ -139,6 +139,15 @@ def steps_before(checkpoint: str | None) -> StepsBefore:
     return StepsBefore(_count(size), _count(processes) or 1, _count(accumulated) or 1, split)
 
 
+def in_bf16_before(checkpoint: str | None) -> bool | None:
+    """Whether the run that a checkpoint is of, if there is one, learnt in bf16 autocast; None where
+    it does not say. Raises ValueError: its story cannot be read."""
+    given = _told(checkpoint).get("training_arguments") if checkpoint is not None else None
+    if not isinstance(given, dict):
+        return None
+    return given.get("bf16") is True  # a record leaves out what is off
+
+
 def _count(told: object) -> int | None:
     return told if type(told) is int and told > 0 else None
 
