@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
     from medusa_heads.data.sources import Corpus
+    from medusa_heads.machine.choice import Choice
     from medusa_heads.target.target import TargetModel
     from medusa_heads.training.data.prepare import TrainingData
     from medusa_heads.training.hidden.launched import Sharding
@@ -108,15 +109,24 @@ class Command:
             say_warnings(read_json(Path(output_dir) / METRICS_FILE).get("warnings", []))
 
     def load_target(self, args: TrainingArguments, sharding: Sharding | None) -> TargetModel:
-        """Perhaps spread over the processes; ValueError where it cannot be had."""
+        """Perhaps spread over the processes, and as a run that goes on had it; ValueError where it
+        cannot be had."""
         from medusa_heads.training.hidden.device_map import load_placed
         from medusa_heads.training.hidden.sharding import load_to_spread
+        from medusa_heads.training.runs.record import target_dtype_before
         from medusa_heads.training.runs.setup import as_target
 
         device = args.device  # asked for first, because it lets the processes know of one another
         if sharding is not None:
             return as_target(load_to_spread(self.to_target, sharding), device, sharding)
-        return load_placed(self.to_target, args, apply_choice)
+        before = None if self.to_target.load_in_4bit else target_dtype_before(self.checkpoint)
+        if self.to_target.dtype != "auto" or before is None:
+            return load_placed(self.to_target, args, apply_choice)
+
+        def keep(choice: Choice) -> None:
+            apply_choice(replace(choice, reason=f"{before} as in the checkpoint"))
+
+        return load_placed(replace(self.to_target, dtype=before), args, keep)
 
     def autocast(self, device: str | None) -> bool:
         """Whether a run that goes on did so in bf16 autocast, as speeds measured anew may say

@@ -1,6 +1,7 @@
 """The command train-heads: a whole run on a tiny target, and every kind of bad input."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,7 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from medusa_heads.checkpoint.checkpoint import load_heads
 from medusa_heads.cli.flags.arguments import parse_arguments
@@ -125,6 +131,25 @@ def test_autocast_is_what_this_machine_trains_faster_with(
     keep_products(shape, {"bfloat16 1": 0.2, "float32 1": 0.1}, "train")
     assert main([*given, "--num_train_epochs", "3", "--resume_from_checkpoint", "last"]) == 0
     assert "training: cpu, 1 thread, bfloat16 as in the checkpoint" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_with_its_target_in_the_same_dtype(
+    target_folder: Path,
+    corpus: Path,
+    tmp_path: Path,
+    cache: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also where another one is faster by now: its hidden states would be others."""
+    shape = Shape(hidden=16, intermediate=32, vocab=WORDS, layers=1)
+    halved = shutil.copytree(target_folder, tmp_path / "halved")
+    AutoModelForCausalLM.from_pretrained(target_folder, dtype="bfloat16").save_pretrained(halved)
+    given = flags(halved, corpus, tmp_path / "run", "--num_heads", "2", "--bf16", "false")
+    keep_products(shape, {"bfloat16 1": 0.2, "float32 1": 0.1}, "batch")
+    assert main(given) == 0 and "thread, float32: this CPU" in capsys.readouterr().err
+    keep_products(shape, {"bfloat16 1": 0.1, "float32 1": 0.2}, "batch")
+    assert main([*given, "--num_train_epochs", "3", "--resume_from_checkpoint", "last"]) == 0
+    assert "target: cpu, 1 thread, float32 as in the checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["nobody/nothing", "./nothing"])

@@ -148,6 +148,14 @@ def in_bf16_before(checkpoint: str | None) -> bool | None:
     return given.get("bf16") is True  # a record leaves out what is off
 
 
+def target_dtype_before(checkpoint: str | None) -> str | None:
+    """In what dtype the run that a checkpoint is of, if there is one, had its target; None where it
+    does not say. Raises ValueError: its story cannot be read."""
+    loaded = _told(checkpoint).get("target_loaded") if checkpoint is not None else None
+    dtype = loaded.get("dtype") if isinstance(loaded, dict) else None
+    return dtype if dtype in ("bfloat16", "float16", "float32") else None
+
+
 def _count(told: object) -> int | None:
     return told if type(told) is int and told > 0 else None
 
