@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from medusa_heads.data.bad_rows import BadRow
 from medusa_heads.data.encoding import Ragged, begins
 from medusa_heads.data.formats import Conversation
-from medusa_heads.data.messages import calls_left_out, parted, with_arguments
+from medusa_heads.data.messages import parted, with_arguments, without_calls
 from medusa_heads.data.turns import LearntRows, end_of_turns, replaced, rows_of_turns
 from medusa_heads.files import half_character
 
@@ -155,8 +155,9 @@ class ChatTemplate:
             made = next(refused, None) or Rendered(indices, *pair)
             if isinstance(made, Rendered):
                 for index, before, text in zip(*made, strict=True):
-                    answer = text.removeprefix(before)
-                    if calls_left_out(each.messages[index], answer):
+                    silent = without_calls(each.messages[index], text.removeprefix(before))
+                    talk = [([*each.messages[:index], silent], each.tools)]
+                    if silent and self._all_rendered(talk, ask=False) == [text]:
                         made = BadRow(
                             f"the chat template leaves out the calls of message {index}, which "
                             "says nothing else: give a chat_template that writes them"

@@ -85,15 +85,17 @@ def _call(call: Any, as_text: bool) -> Any:
     return call
 
 
-def calls_left_out(message: Mapping[str, Any], text: str) -> bool:
-    """Whether a message only calls tools, and what a template makes of it names none of them: an
-    answer that ends at once."""
+def without_calls(message: Mapping[str, Any], text: str) -> dict[str, Any] | None:
+    """A message that only calls tools, without its calls, where what a template makes of it names
+    none of them: it may write them by their ids, as Kimi's does, or leave them out."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list) or not calls or message["content"].strip():
-        return False
+        return None
     inner = [call.get("function", call) if isinstance(call, Mapping) else {} for call in calls]
     names = [one.get("name") if isinstance(one, Mapping) else None for one in inner]
-    return not any(isinstance(name, str) and name in text for name in names)
+    if any(isinstance(name, str) and name in text for name in names):
+        return None
+    return {key: value for key, value in message.items() if key != "tool_calls"}
 
 
 def tools_of(value: Any, *, filled: bool = True) -> list[Any] | None:

@@ -15,7 +15,8 @@ USER, OTHER = {"role": "user", "content": "Hi there"}, {"role": "user", "content
 ONE = {"role": "assistant", "content": "Hello, you."}
 TWO = {"role": "assistant", "content": "Nothing more."}
 SYSTEM = {"role": "system", "content": "Be brief."}
-CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look_up"}}]}
+NAMED = {"id": "call_1", "function": {"name": "look_up"}}
+CALL = {"role": "assistant", "content": "", "tool_calls": [NAMED]}
 
 
 @pytest.fixture(scope="module")
@@ -187,18 +188,19 @@ def test_white_space_at_the_end_of_an_answer_is_the_answers(tokenizer: Any) -> N
     assert learnt(tokenizer, templates.CHATML, [USER, spaced]) == [["Yes.\n\n<|im_end|>"]]
 
 
-def test_tools_and_calls_reach_the_template(tokenizer: Any) -> None:
+@pytest.mark.parametrize(("key", "text"), [("function.name", "look_up"), ("id", "call_1")])
+def test_tools_and_calls_reach_the_template(key: str, text: str, tokenizer: Any) -> None:
     template = (
         "{{- tools | length ~ ' tools\\n' }}{%- for m in messages %}"
-        "{{- '<|im_start|>' + m.role + '\\n' + (m.tool_calls[0].function.name if m.tool_calls else "
+        "{{- '<|im_start|>' + m.role + '\\n' + (m.tool_calls[0].KEY if m.tool_calls else "
         "m.content) + '<|im_end|>' }}{%- endfor %}"
         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
     )
-    chat = ChatTemplate(tokenizer, template)
+    chat = ChatTemplate(tokenizer, template.replace("KEY", key))
     tools = [{"type": "function", "function": {"name": "look_up"}}]
     [(input_ids, labels)] = rows_of(chat, Conversation([USER, CALL], tools=tools))
     assert tokenizer.decode(input_ids).startswith("1 tools")
-    assert tokenizer.decode([n for n in labels if n != -100]) == "look_up<|im_end|>"
+    assert tokenizer.decode([n for n in labels if n != -100]) == f"{text}<|im_end|>"
 
 
 @pytest.mark.parametrize(
