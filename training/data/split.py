@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
 
@@ -55,6 +56,10 @@ def _check_padding(corpus: Corpus) -> None:
     if corpus.format.name != "tokens" or MASK_COLUMN not in corpus.rows.column_names:
         return
     for table in corpus.rows.select_columns(names).with_format("arrow").iter(100 * ROWS_AT_ONCE):
+        if not all(
+            map(pa.types.is_nested, table.schema.types)
+        ):  # no lists: such labels are refused as rows
+            return
         lengths, others = (pc.list_value_length(table[name]) for name in names)
         fits = pc.equal(lengths, others).fill_null(False)  # of the others it is told elsewhere
         (masks, lengths), (labels, _) = (flat(table[name].filter(fits)) for name in names)

@@ -1,5 +1,6 @@
 """What is held out, by document: of equal documents none is learnt from."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -107,4 +108,15 @@ def test_padding_is_no_text(
     given = DataArguments(eval_rows=1, on_bad_row="skip")
     corpora = load_corpora(given, Dataset.from_dict(columns))
     with pytest.raises(ValueError, match=problem):
+        prepare_data(target, *corpora, None, given, num_heads=2, seed=0)
+
+
+@pytest.mark.parametrize("column", ["attention_mask", "labels"])
+def test_a_column_of_numbers_tells_of_no_padding(target: TargetModel, column: str) -> None:
+    """Labels of that kind are refused as such."""
+    columns = {name: [[5, 6, 7, 9]] * 8 for name in ("input_ids", "labels", "attention_mask")}
+    given = DataArguments(eval_rows=1)
+    corpora = load_corpora(given, Dataset.from_dict(columns | {column: [1] * 8}))
+    refused = pytest.raises(ValueError, match="'labels' is of type int")
+    with refused if column == "labels" else nullcontext():
         prepare_data(target, *corpora, None, given, num_heads=2, seed=0)
