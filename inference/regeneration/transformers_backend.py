@@ -255,7 +255,7 @@ def _answer_side_by_side(
     except BaseException as error:  # nobody waits for what they are at
         for process in [*pool._processes.values()]:
             process.terminate()
-        if "shared memory" in str(error):  # torch's word for /dev/shm, small in many containers
+        if "allocate shared memory" in str(error):  # in /dev/shm, which is small in many containers
             raise ValueError(
                 f"the model does not fit the memory that processes share ({first_line(error)}): "
                 "leave num_workers out, or start the container with more (docker's --shm-size)"

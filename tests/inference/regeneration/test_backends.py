@@ -100,19 +100,36 @@ def test_equal_prompts_get_unequal_samples_and_equal_greedy_text(target: TargetM
         assert len(texts) == 4 and len({tuple(text) for text in texts.values()}) == different
 
 
+@pytest.mark.parametrize(
+    ("said", "kind", "told"),
+    [
+        (
+            "unable to allocate shared memory(shm) for file </torch_7>: No space left on device",
+            ValueError,
+            r"processes share .*device\): leave num_workers out, or",
+        ),
+        (
+            "unable to open shared memory object </torch_7>: Too many open files",
+            RuntimeError,
+            "^un",
+        ),
+    ],
+)
 def test_too_little_shared_memory_is_named(
-    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+    said: str,
+    kind: type[Exception],
+    told: str,
+    target: TargetModel,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of which many containers have 64 MB."""
 
     def submit(*_: Any) -> None:
-        raise RuntimeError(
-            "unable to allocate shared memory(shm) for file </torch_7>: No space left on device"
-        )
+        raise RuntimeError(said)
 
     monkeypatch.setattr(transformers_backend.ProcessPoolExecutor, "submit", submit)
     backend = TransformersBackend(target, batch_size=1, num_workers=2)
-    with pytest.raises(ValueError, match=r"processes share .*device\): leave num_workers out, or"):
+    with pytest.raises(kind, match=told):
         answers(backend, [Prompt([5, 6], True, row) for row in range(2)])
 
 
