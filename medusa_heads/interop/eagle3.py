@@ -264,11 +264,11 @@ def _features(
             "whose inputs are read, as vLLM takes them: if few drafts are accepted, say one more"
         )
     if not source.config.get(key) and nested.get(key):
-        doubt = (
-            f"; if they are counted by what goes in, say them beside eagle_config too ({key})"
-            if by == "outputs" and ids[0] != 1
-            else ""
-        )
+        doubt, beside = "", f"beside eagle_config ({key})"
+        if by == "outputs" and ids[0] != 1:
+            doubt = f"; if they are counted by what goes in, say them too {beside}"
+        elif ids == usual:
+            doubt = f"; if they are counted by what comes out, say one more of each {beside}"
         notices.append(
             f"eagle_config's layers {ids} are taken for those whose {by} are read{doubt}"
         )

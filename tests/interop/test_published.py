@@ -93,9 +93,9 @@ def states_of(target: Path, into: list[int]) -> Tensor:
 COUNTED: dict[str, tuple[list[int], list[int], str]] = {
     "by outputs": ([1, 5, 8], [2, 6, 9], "whose outputs are read"),
     "as Python lists a set": ([8, 1, 5], [2, 6, 9], "whose outputs are read"),  # ModelOpt's
-    "the usual ones, by inputs": ([2, 6, 9], [2, 6, 9], "whose inputs are read"),
+    "the usual ones, by inputs": ([2, 6, 9], [2, 6, 9], "counted by what comes out, say one more"),
     "behind the last layer": ([8, 10, 12], [8, 10, 12], "whose inputs are read"),
-    "others": ([3, 6, 8], [4, 7, 9], "if they are counted by what goes in, say them beside"),
+    "others": ([3, 6, 8], [4, 7, 9], "counted by what goes in, say them too beside"),
 }
 
 
