@@ -47,7 +47,7 @@ def _groups(controller: str) -> Iterator[Path]:
     """The folders of this process's group and of those around it, as far as they are seen here: a
     container may be told the path on its host."""
     try:
-        lines = _OWN.read_text().splitlines()
+        lines = _OWN.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:  # not Linux
         return
     for _, names, path in (line.split(":", 2) for line in lines if line.count(":") > 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -115,10 +116,11 @@ def test_what_graphs_work_in_is_not_free(monkeypatch: pytest.MonkeyPatch) -> Non
             None,
             None,
         ),
+        ("0::/gr\udcfcn", {"gr\udcfcn/cpu.max": "50000 100000"}, None, 1),
         ("not what Linux writes", {}, None, None),
         (None, {}, None, None),
     ],
-    ids=["container", "job", "version-1", "no-limit", "other", "no-linux"],
+    ids=["container", "job", "version-1", "no-limit", "no-utf8", "other", "no-linux"],
 )
 def test_what_a_container_leaves(
     own: str | None,
@@ -131,7 +133,7 @@ def test_what_a_container_leaves(
     monkeypatch.setattr(container, "_OWN", tmp_path / "own")
     monkeypatch.setattr(container, "_ROOT", tmp_path / "root")
     if own is not None:
-        (tmp_path / "own").write_text(own)
+        (tmp_path / "own").write_bytes(os.fsencode(own))
     for name, content in files.items():
         (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "root" / name).write_text(content)
