@@ -95,6 +95,9 @@ _AGREEING = 0.5
 _SQUARE = Shape(hidden=1024, intermediate=1024, layers=5)
 _SLOW = 0.1  # seconds: compiling a kernel does not take so long
 
+# Whether a thread's clock tells passes apart: that of Windows counts in longer steps.
+_TICKS = time.get_clock_info("thread_time").resolution < 1e-5
+
 Seconds = dict[tuple[str, int], float]
 """By dtype and threads."""
 
@@ -235,7 +238,8 @@ def _timed(products: Callable[[], object], threads: int, device: torch.device) -
     computed, and a single wait would be longer than all products."""
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
-    clock = time.thread_time if device.type == "cpu" and threads == 1 else time.perf_counter
+    own = _TICKS and threads == 1 and device.type == "cpu"
+    clock = time.thread_time if own else time.perf_counter
     started = clock()
     products()
     return clock() - started

@@ -56,9 +56,7 @@ def _check_padding(corpus: Corpus) -> None:
     if corpus.format.name != "tokens" or MASK_COLUMN not in corpus.rows.column_names:
         return
     for table in corpus.rows.select_columns(names).with_format("arrow").iter(100 * ROWS_AT_ONCE):
-        if not all(
-            map(pa.types.is_nested, table.schema.types)
-        ):  # no lists: such labels are refused as rows
+        if not all(map(pa.types.is_nested, table.schema.types)):  # which is told of as broken rows
             return
         lengths, others = (pc.list_value_length(table[name]) for name in names)
         fits = pc.equal(lengths, others).fill_null(False)  # of the others it is told elsewhere
