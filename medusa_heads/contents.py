@@ -121,7 +121,8 @@ def refuse_judges(config: Any, name: str) -> None:
     if (judge := next((kind for kind in kinds if kind.endswith(_JUDGES)), None)) is not None:
         raise NoModel(
             f"expected a causal language model at {name!r}, found a {judge}, which was tuned to "
-            "judge texts and not to write them: name the model that it was made from"
+            "judge texts and not to write them: name the model that it was made from, or mend "
+            "'architectures' in its config.json where its weights are a causal language model's"
         )
 
 

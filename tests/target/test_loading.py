@@ -141,7 +141,7 @@ def test_a_model_that_judges_texts_is_none_that_writes_them(
         lambda: TargetModel.from_pretrained(str(tmp_path)),
         lambda: meta_target(TargetArguments(str(tmp_path))),
     ):
-        with pytest.raises(NoModel, match="found a LlamaForSequenceClassification, which was tune"):
+        with pytest.raises(NoModel, match=r"found a LlamaForSequenceClassification, .* 'archit"):
             load()
 
 
