@@ -71,6 +71,7 @@ def load_causal_lm(
     model: Any
     trusted = {"trust_remote_code": trust_remote_code}
     with asking_hub(name, never=bool(kwargs.get("local_files_only"))) as options:
+        kwargs |= options  # over a `local_files_only` that was left off
         form = None if use is None else _stored_form(name, **options | kwargs | trusted)
         if use is not None and form is not None and form.dtype is not None:
             choice = choose(
@@ -247,6 +248,11 @@ def _tokenizer_at(name: str, revision: str | None, trusted: bool) -> PreTrainedT
             found = AutoTokenizer.from_pretrained(
                 name, revision=revision or "main", trust_remote_code=trusted, **options
             )
+        except ValueError as error:
+            if not options:
+                raise
+            missing = f"no tokenizer of {name!r} is in the local cache, and no hub can be asked"
+            raise ValueError(missing) from error
         # Of the configuration, which names the tokenizer; or of files that lack a part.
         except (StrictDataclassError, AttributeError, LookupError, TypeError) as error:
             raise ValueError(first_line(error)) from error

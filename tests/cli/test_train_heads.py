@@ -33,6 +33,7 @@ CONFIGS = sorted(
     if not path.name.startswith("draft-")  # train-draft's
 )
 WORDS = 50
+SHAPE = Shape(hidden=16, intermediate=32, vocab=WORDS, layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -113,13 +114,12 @@ def test_autocast_is_what_this_machine_trains_faster_with(
     cache: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    shape = Shape(hidden=16, intermediate=32, vocab=WORDS, layers=1)
     given = flags(target_folder, corpus, tmp_path / "run", "--num_heads", "2")
     for dtype, other in (("bfloat16", "float32"), ("float32", "bfloat16")):
-        keep_products(shape, {f"{dtype} 1": 0.1, f"{other} 1": 0.2}, "train")
+        keep_products(SHAPE, {f"{dtype} 1": 0.1, f"{other} 1": 0.2}, "train")
         assert main([*given, "--dry_run", "--measure_steps", "false"]) == 0
         assert f"training: cpu, 1 thread, {dtype}: " in capsys.readouterr().err
-    keep_products(shape, {"bfloat16 1": 0.1, "float32 1": 0.2}, "train")
+    keep_products(SHAPE, {"bfloat16 1": 0.1, "float32 1": 0.2}, "train")
     for flag, bf16 in ((["--bf16", "false"], False), ([], True)):
         assert main([*given, *flag, "--overwrite_output_dir"]) == 0
         told = capsys.readouterr().err
@@ -128,7 +128,7 @@ def test_autocast_is_what_this_machine_trains_faster_with(
         story = load_heads(tmp_path / "run", TargetModel.from_pretrained(str(target_folder)))
         assert story.stored.provenance["training_arguments"].get("bf16", False) == bf16
     # A run that goes on does so in its own precision, whatever is faster by now.
-    keep_products(shape, {"bfloat16 1": 0.2, "float32 1": 0.1}, "train")
+    keep_products(SHAPE, {"bfloat16 1": 0.2, "float32 1": 0.1}, "train")
     assert main([*given, "--num_train_epochs", "3", "--resume_from_checkpoint", "last"]) == 0
     assert "training: cpu, 1 thread, bfloat16 as in the checkpoint" in capsys.readouterr().err
 
@@ -141,13 +141,12 @@ def test_a_run_goes_on_with_its_target_in_the_same_dtype(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Also where another one is faster by now: its hidden states would be others."""
-    shape = Shape(hidden=16, intermediate=32, vocab=WORDS, layers=1)
     halved = shutil.copytree(target_folder, tmp_path / "halved")
     AutoModelForCausalLM.from_pretrained(target_folder, dtype="bfloat16").save_pretrained(halved)
     given = flags(halved, corpus, tmp_path / "run", "--num_heads", "2", "--bf16", "false")
-    keep_products(shape, {"bfloat16 1": 0.2, "float32 1": 0.1}, "batch")
+    keep_products(SHAPE, {"bfloat16 1": 0.2, "float32 1": 0.1}, "batch")
     assert main(given) == 0 and "thread, float32: this CPU" in capsys.readouterr().err
-    keep_products(shape, {"bfloat16 1": 0.1, "float32 1": 0.2}, "batch")
+    keep_products(SHAPE, {"bfloat16 1": 0.1, "float32 1": 0.2}, "batch")
     assert main([*given, "--num_train_epochs", "3", "--resume_from_checkpoint", "last"]) == 0
     assert "target: cpu, 1 thread, float32 as in the checkpoint" in capsys.readouterr().err
 

@@ -19,6 +19,7 @@ from medusa_heads.checkpoint.adapter import quiet_peft
 from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.hub.pull import find_checkpoint, pull
 from medusa_heads.hub.push import prepare_push, push
+from medusa_heads.target.loading import load_tokenizer
 from tests.hub.hub_server import LocalHub
 
 INPUTS: dict[str, Any] = {
@@ -95,6 +96,20 @@ def test_offline_from_a_cache_of_ones_own(hub: LocalHub, commit: str, tmp_path: 
     assert not hub.requests
     with pytest.raises(ValueError, match="is not in the local cache, and local_files_only"):
         MedusaModel.from_pretrained("alice/heads", local_files_only=True)
+
+
+def test_a_hub_that_is_gone_is_asked_for_no_file_of_a_target(
+    hub: LocalHub, commit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for an adapter's configuration either, which most targets have none of: the client would
+    try that for half a minute."""
+    MedusaModel.from_pretrained("alice/heads")
+    hub.requests.clear()
+    monkeypatch.setattr("medusa_heads.hub_probe.hub_failure", lambda: "the hub cannot be reached")
+    MedusaModel.from_pretrained("alice/heads")
+    assert not [path for _, path in hub.requests if "alice/target" in path]
+    with pytest.raises(ValueError, match="no tokenizer of 'alice/target' is in the local cache"):
+        load_tokenizer("alice/target", revision=commit)
 
 
 def test_a_target_that_is_gone_is_one_sentence(hub: LocalHub, commit: str) -> None:
