@@ -97,12 +97,9 @@ def test_a_run_from_the_command_line(
     loaded = load_heads(output, TargetModel.from_pretrained(str(target_folder)))
     assert loaded.heads.config.num_heads == 2 and loaded.statistics is not None
     assert loaded.heads.config.features == ((0,) if self_distill else None)
-    provenance = loaded.stored.provenance
-    learnt, held_out = (
-        provenance[part]["supervised_tokens"] for part in ("training_set", "held_out_set")
-    )
-    if self_distill:  # prompts are learnt, and not measured
-        assert (learnt, held_out) == (8 * 16, 2 * 10)
+    story = loaded.stored.provenance
+    of_sets = [story[part]["supervised_tokens"] for part in ("training_set", "held_out_set")]
+    assert (of_sets == [8 * 16, 2 * 10]) == self_distill  # prompts are learnt, and not measured
     assert (output / "metrics.json").is_file() and (output / "run.yaml").is_file()
     assert (output / "distilled").is_dir() == self_distill
 
