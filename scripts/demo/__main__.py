@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Waiting threads sleep instead of spinning; read when torch is loaded, so set before it is.
+# As commands have it (`run_command` says why); read when torch is loaded, so set before it is.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 from rich.console import Console
 

@@ -46,9 +46,11 @@ def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> in
     becomes one sentence on stderr; with `MEDUSA_HEADS_TRACEBACK=1` it is raised as it is. Anything
     else is a fault of the program and keeps its traceback. This package's own warnings are
     sentences, too."""
-    # Waiting threads sleep instead of spinning, which on busy cores slows small models tenfold.
-    # Read when torch is loaded, which commands do within.
+    # Read when torch is loaded, which commands do within. Waiting threads sleep and do not spin,
+    # which on busy cores slows small models tenfold. Large tensors lie in huge pages, which the
+    # kernel hands out sooner than as much in small ones.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     with usable_streams():
         return _run(main, prog)
 
