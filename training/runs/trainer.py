@@ -63,6 +63,8 @@ class TaughtTrainer(Trainer, ABC):
         "save_only_model": False,  # nothing could be resumed, and `auto` would begin anew
         "enable_jit_checkpoint": False,  # SIGTERM is answered here: see `Interruptions`
     }
+    # Of the trainer's own arguments those that would be, because loss and figures are its own.
+    unread = "compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "model_init"
 
     worse: ClassVar[str]
     rates: ClassVar[str] = "learning_rate"
@@ -82,6 +84,8 @@ class TaughtTrainer(Trainer, ABC):
         **kwargs: Any,
     ) -> None:
         self.check_arguments(args)
+        if given := [name for name in self.unread if kwargs.get(name) is not None]:
+            raise ValueError(f"{given[0]} has no place in this training: leave it out")
         if launched_sharding() is not None and not is_sharded(target):
             raise ValueError(
                 "this is an FSDP launch, and the target is whole in this process: spread it with "
@@ -225,11 +229,7 @@ class TaughtTrainer(Trainer, ABC):
         self._comparison.check(losses_2F, self.state.global_step, self.args.learning_rate)
 
     def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: Inputs,
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
+        self, model: nn.Module, inputs: Inputs, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, figures_BTF (-100 where nothing is measured) and labels_BT."""
         inputs = self._prepare_inputs(inputs)

@@ -46,6 +46,13 @@ def fresh(target: TargetModel, **config: Any) -> MedusaHeads:
     return MedusaHeads.from_target(target, HeadsConfig(**{"num_heads": 3, **config}))
 
 
+@pytest.mark.parametrize("name", HeadsTrainer.unread)
+def test_no_argument_is_dropped(name: str, target: TargetModel, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"train_dataset": None, name: print}
+    with pytest.raises(ValueError, match=f"{name} has no place in this training"):
+        HeadsTrainer(fresh(target), target, arguments(tmp_path), **given)
+
+
 def test_the_loss_is_that_of_the_written_out_formula(
     target: TargetModel, make_rows: Rows, tmp_path: Path
 ) -> None:
