@@ -106,7 +106,8 @@ def _part(
     name = f"rows-{start}"
     if not (folder / name).exists():
         write_whole(folder / name, lambda path: make(str(path / "part.arrow")))
-    files = sorted((folder / name).glob("*.arrow"))
+    # Not what datasets keeps beside them, where a user maps or sorts the rows.
+    files = sorted((folder / name).glob("part*.arrow"))
     return concatenate_datasets([Dataset.from_file(str(file)) for file in files])
 
 
