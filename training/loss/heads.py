@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
@@ -31,6 +32,9 @@ from medusa_heads.training.loss.teacher import Lessons, Teacher
 BLOCK_FEATURES_CPU = 1 << 21
 BLOCK_FEATURES_GPU = 1 << 25
 LEAST_BLOCK = 64
+# On a CPU in low precision the number of rows is a multiple of this. oneDNN makes machine code for
+# each shape that it meets, and a batch seldom has as many rows as one before.
+ROWS_ALIKE = 64
 
 
 def batch_loss(
@@ -68,6 +72,9 @@ def rows_loss(
         on_cpu = hidden_RD.device.type == "cpu"
         budget = BLOCK_FEATURES_CPU if on_cpu else BLOCK_FEATURES_GPU
         block_rows = max(budget // (rows.labels_RK.shape[1] * hidden_RD.shape[1]), LEAST_BLOCK)
+        if on_cpu and product_dtype(hidden_RD).itemsize < 4:
+            block_rows -= block_rows % ROWS_ALIKE
+            hidden_RD, rows = _with_spare(hidden_RD, rows, -len(hidden_RD) % ROWS_ALIKE)
     block_loss = _BlockLoss(heads, rows, settings)
     # At least one block, so that without any row there still is a zero with zero gradients.
     starts = range(0, max(len(hidden_RD), 1), block_rows)
@@ -83,6 +90,16 @@ def rows_loss(
         if parameter.requires_grad and parameter not in before
     }
     return _Blocks.apply(block_loss, tuple(learning), blocks, hidden_RD, *learning.values())
+
+
+def _with_spare(
+    hidden_RD: Tensor, rows: SupervisedRows, spare: int
+) -> tuple[Tensor, SupervisedRows]:
+    """With so many further rows, of which nothing is learnt: the first once more."""
+    picks_R = F.pad(torch.arange(len(hidden_RD)), (0, spare))
+    more = SupervisedRows(*(of_rows[picks_R] for of_rows in vars(rows).values()))
+    more.labels_RK[len(hidden_RD) :] = IGNORED
+    return torch.cat([hidden_RD, hidden_RD[:1].detach().expand(spare, -1)]), more
 
 
 class _BlockLoss(nn.Module):
