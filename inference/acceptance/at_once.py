@@ -121,17 +121,11 @@ def _seen_behind(tree: TokenTree, seen_BV: Tensor) -> Tensor:
 
 
 class DeepestPath(NamedTuple):
-    """Of every row the accepted path, as a walk would find it.
+    """Of every row the accepted path, as a walk would find it."""
 
-    Attributes:
-        nodes_BA: its nodes, node 0 first; 0 behind its end.
-        tokens_BA: what the target says behind each: the path's tokens and the bonus token.
-        length_B1: nodes of the path, and as many tokens.
-    """
-
-    nodes_BA: Tensor
-    tokens_BA: Tensor
-    length_B1: Tensor
+    nodes_BA: Tensor  # its nodes, node 0 first; 0 behind its end
+    tokens_BA: Tensor  # what the target says behind each: the path's tokens and the bonus token
+    length_B1: Tensor  # nodes of the path, and as many tokens
 
 
 def deepest_path(tree: TokenTree, drawn_BN: Tensor, levels: int) -> DeepestPath:

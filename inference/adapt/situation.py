@@ -32,15 +32,10 @@ _BESIDE = 0.2  # of what drafting takes for one row, what it takes for each furt
 
 
 class Pace(NamedTuple):
-    """How far a batch comes: see Situation.progress.
+    """How far a batch comes: see Situation.progress."""
 
-    Attributes:
-        own: the part of every step that a row saves which ends.
-        behind_B: how much each row counts for who is the last; in all, `total`.
-    """
-
-    own: float
-    behind_B: list[float]
+    own: float  # the part of every step that a row saves which ends
+    behind_B: list[float]  # how much each row counts for who is the last; in all, `total`
     total: float
 
     def of(self, more_B: Sequence[float], left_B: Sequence[float]) -> float:
@@ -175,17 +170,11 @@ class Situation:
 
 
 class Draft(NamedTuple):
-    """What is known before another source is asked.
+    """What is known before another source is asked."""
 
-    Attributes:
-        trees: of every row; none where nothing was offered.
-        expected: accepted tokens of a mean row, as far as they count in a batch.
-        size: so many nodes of each row are verified.
-    """
-
-    trees: Sequence[PrefixTree] = ()
-    expected: float = 0.0
-    size: int = 0
+    trees: Sequence[PrefixTree] = ()  # of every row; none where nothing was offered
+    expected: float = 0.0  # accepted tokens of a mean row, as far as they count in a batch
+    size: int = 0  # so many nodes of each row are verified
 
     def accepted(self, committed: Sequence[Sequence[int]]) -> list[int]:
         """Accepted tokens of each row, had this been verified, of those that were committed."""
@@ -206,34 +195,19 @@ class Trial(NamedTuple):
 
 @dataclass
 class Step:
-    """A step that was drafted for.
+    """A step that was drafted for; times are in seconds."""
 
-    Attributes:
-        situation: of its rows.
-        budget: by what was expected of the text.
-        asked: the sources.
-        trials: what is learnt of them.
-        rows: all of them.
-        written: tokens of each by then; endless of those that had ended, which commit nothing.
-        context: the length of the longest by then.
-        offered: what the sources offered for each.
-        expected: tokens of a mean row that were expected to be accepted, as far as they count.
-        verified: tokens of all rows, roots, spare nodes and what was read again included.
-        drafting: seconds that it took.
-        observing: seconds that sources took to look at the target's answers.
-        verifying: seconds of all the rest; None where nobody measured them.
-    """
-
-    situation: Situation
-    budget: Budget
+    situation: Situation  # of its rows
+    budget: Budget  # by what was expected of the text
     asked: list[Source]
-    trials: list[Trial]
+    trials: list[Trial]  # what is learnt of them
     rows: list[Row]
+    # Tokens of each by then; endless of those that had ended, which commit nothing.
     written: list[float]
-    context: int
-    offered: list[list[Proposal]]
-    expected: float
-    verified: int
+    context: int  # the length of the longest by then
+    offered: list[list[Proposal]]  # by the sources, for each row
+    expected: float  # tokens of a mean row to be accepted, as far as they count
+    verified: int  # tokens of all rows, roots, spare nodes and what was read again included
     drafting: float
-    observing: float = 0.0
-    verifying: float | None = None
+    observing: float = 0.0  # by sources, of the target's answers
+    verifying: float | None = None  # all the rest; None where nobody measured it

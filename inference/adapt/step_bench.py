@@ -27,15 +27,10 @@ _ROUNDS = 7
 
 
 class StepSeconds(NamedTuple):
-    """Usual seconds of a step: draft, verification, walk.
-
-    Attributes:
-        step: of all of it.
-        drafting: of the draft in it.
-    """
+    """Usual seconds of a step: draft, verification, walk."""
 
     step: float
-    drafting: float
+    drafting: float  # of these, those of the draft
 
 
 class RandomChain(Drafter):

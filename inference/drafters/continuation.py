@@ -25,15 +25,10 @@ _KEPT = 1.0 - 1 / 200  # of what is known, draft by draft
 
 
 class Continuation(NamedTuple):
-    """What followed where the text's end occurred before.
+    """What followed where the text's end occurred before."""
 
-    Attributes:
-        tokens_BL: of every row; whatever stands there where nothing is known.
-        groups_BL: the group of evidence that each belongs to; -1 where nothing is known.
-    """
-
-    tokens_BL: Tensor
-    groups_BL: Tensor
+    tokens_BL: Tensor  # of every row; whatever stands there where nothing is known
+    groups_BL: Tensor  # the group of evidence that each belongs to; -1 where nothing is known
 
 
 def continuation(ids_BC: Tensor, ends_B: Tensor, padding_B: Tensor, most: int) -> Continuation:

@@ -37,18 +37,12 @@ _Places = Sequence[tuple["Proposal", Any]]
 
 @dataclass(eq=False)
 class Proposal:
-    """What one source offers for one row in one step.
+    """What one source offers for one row in one step."""
 
-    Attributes:
-        evidence: of the source; says how far it can be believed.
-        root: place of the last committed token.
-        behind: what the source says.
-        known: the offers behind places that were asked for; one for several rows, where they agree.
-    """
-
-    evidence: Evidence
-    root: Any
-    behind: Behind
+    evidence: Evidence  # of the source; says how far it can be believed
+    root: Any  # place of the last committed token
+    behind: Behind  # what the source says
+    # The offers behind places that were asked for; one for several rows, where they agree.
     known: dict[Any, list[Offer]] = field(default_factory=dict)
 
     def offers(self, place: Any) -> list[Offer]:

@@ -163,19 +163,13 @@ class MedusaDrafter(StaticDrafter):
 
 
 class _Level(NamedTuple):
-    """One depth of the tree: where its nodes find their tokens, and which of them go on.
+    """One depth of the tree: where its nodes find their tokens, and which of them go on."""
 
-    Attributes:
-        num_ranks: R here.
-        picks_N: of this level's nodes, places in the flattened [F, R] candidates.
-        picks_F: the same of those with children alone: the paths that the next level is asked for.
-        above_F: of these, which of this level's paths they stand behind.
-    """
-
-    num_ranks: int
-    picks_N: Tensor
+    num_ranks: int  # R here
+    picks_N: Tensor  # of this level's nodes, places in the flattened [F, R] candidates
+    # The same of those with children alone: the paths that the next level is asked for.
     picks_F: Tensor
-    above_F: Tensor
+    above_F: Tensor  # of these, which of this level's paths they stand behind
 
 
 class _Levels(NamedTuple):

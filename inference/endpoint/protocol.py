@@ -52,20 +52,13 @@ _OF_CHAT = {"tools", "tool_choice", "top_logprobs", "max_completion_tokens", "ch
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that can be answered.
+    """A request that can be answered."""
 
-    Attributes:
-        texts: its choices in order: those of the first prompt, then those of the next.
-        choices: of each prompt.
-        model: the name of the one that is to answer, if it was given.
-        with_usage: whether a stream ends with the counts.
-    """
-
-    texts: Sequence[Text]
-    choices: int
-    model: str | None
+    texts: Sequence[Text]  # its choices in order: those of the first prompt, then those of the next
+    choices: int  # of each prompt
+    model: str | None  # the name of the one that is to answer, if it was given
     stream: bool
-    with_usage: bool
+    with_usage: bool  # whether a stream ends with the counts
 
 
 class Reader:

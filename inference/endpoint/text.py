@@ -18,47 +18,31 @@ Ending = Literal["stop", "length", "cancelled", "failed"]
 
 @dataclass(eq=False)
 class Text:
-    """A text, asked for by one thread and written by another.
+    """A text, asked for by one thread and written by another."""
 
-    Attributes:
-        prompt: its token ids.
-        max_tokens: that are written at most.
-        options: further ones of `generate()`.
-        seed: of what is drawn.
-        stop: strings before which the text ends.
-        stop_ids: tokens before which it ends, of which no text is made.
-        logprobs: how many likeliest tokens are told of each token; None: no log-probabilities.
-        echo: whether the prompt is told before it.
-        calls: finds calls of tools in it, which is told at its end then; None: there are none.
-        tell: called by the thread that writes, with each piece of the text, and at the end with ""
-            and how it ended.
-        begun: tokens of the prompt that an earlier text had read.
-        tokens: written so far, up to where it stopped.
-        ending: None while it is being written.
-        fault: why it failed.
-        stopped: whether it has come to a string to stop at.
-        message: the answer that calls tools, if it does.
-        weighed: log-probabilities of the tokens written so far, where they were asked for.
-    """
-
-    prompt: list[int]
-    max_tokens: int
-    options: dict[str, Any] = field(default_factory=dict)
-    seed: int | None = None
-    stop: Sequence[str] = ()
-    stop_ids: Collection[int] = ()
+    prompt: list[int]  # its token ids
+    max_tokens: int  # that are written at most
+    options: dict[str, Any] = field(default_factory=dict)  # further ones of `generate()`
+    seed: int | None = None  # of what is drawn
+    stop: Sequence[str] = ()  # strings before which the text ends
+    stop_ids: Collection[int] = ()  # tokens before which it ends, of which no text is made
+    # How many likeliest tokens are told of each token; None: no log-probabilities.
     logprobs: int | None = None
-    echo: bool = False
+    echo: bool = False  # whether the prompt is told before it
+    # Finds calls of tools in it, which is told at its end then; None: there are none.
     calls: Calls | None = None
+    # Called by the thread that writes, with each piece of the text, and at the end with "" and how
+    # it ended.
     tell: Callable[[str, Ending | None], None] = lambda piece, ending: None
-    begun: int = 0
-    tokens: int = 0
-    ending: Ending | None = None
-    fault: BaseException | None = None
+    begun: int = 0  # tokens of the prompt that an earlier text had read
+    tokens: int = 0  # written so far, up to where it stopped
+    ending: Ending | None = None  # None while it is being written
+    fault: BaseException | None = None  # why it failed
     asked_at: float = field(default_factory=time.perf_counter)
-    stopped: bool = False
+    stopped: bool = False  # whether it has come to a string to stop at
+    # Log-probabilities of the tokens written so far, where they were asked for.
     weighed: list[Weighed] = field(default_factory=list)
-    message: dict[str, Any] | None = None
+    message: dict[str, Any] | None = None  # the answer that calls tools, if it does
     _written: list[int] = field(default_factory=list)  # the tokens
     _held: str = ""  # may be the beginning of a string to stop at
     _length: int = 0  # of the text so far, with what is held

@@ -19,23 +19,16 @@ _READ_LATE = {"cuda"}
 
 
 class Figures(NamedTuple):
-    """What the host reads of a step.
+    """What the host reads of a step."""
 
-    Attributes:
-        active: rows that are not done.
-        moved: rows that committed tokens.
-        committed: their tokens.
-        again: the most tokens that the target reads again of any row, in front of its next tree.
-        tokens: what the first row committed, of which there are more than it did.
-        expected: of a mean row, the tokens accepted where its 0, 1, 2, .. likeliest nodes are
-            verified; nothing where the tree is always the same.
-    """
-
-    active: float
-    moved: float
-    committed: float
+    active: float  # rows that are not done
+    moved: float  # rows that committed tokens
+    committed: float  # their tokens
+    # The most tokens that the target reads again of any row, in front of its next tree.
     again: float
-    tokens: list[float]
+    tokens: list[float]  # what the first row committed, of which there are more than it did
+    # Of a mean row, the tokens accepted where its 0, 1, 2, .. likeliest nodes are verified; nothing
+    # where the tree is always the same.
     expected: list[float]
 
     @classmethod

@@ -11,16 +11,12 @@ from typing import NamedTuple
 
 
 class Continuation(NamedTuple):
-    """Tokens that followed an earlier occurrence of a text's end; none without a match.
+    """Tokens that followed an earlier occurrence of a text's end; none without a match."""
 
-    Attributes:
-        match_length: tokens of that end; 0 where there was no such occurrence.
-        shares: of every token the share of the occurrences that went on with it, of those that had
-            gone on alike so far; less where those were few.
-    """
-
-    match_length: int
+    match_length: int  # tokens of that end; 0 where there was no such occurrence
     tokens: list[int]
+    # Of every token the share of the occurrences that went on with it, of those that had gone on
+    # alike so far; less where those were few.
     shares: list[float]
 
 

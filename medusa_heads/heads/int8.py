@@ -26,19 +26,13 @@ _OUTSTANDING = 8.0  # times as large as the others
 
 
 class Rounded(NamedTuple):
-    """Weights in eight bits.
+    """Weights in eight bits."""
 
-    Attributes:
-        int8_OD: the weights, those that hand inputs on left out.
-        unit_O: what a unit of each row is.
-        handed_on_O: the weight of each output's own input; None where these are as all others.
-        first: the column of the first output's own input.
-    """
-
-    int8_OD: Tensor
-    unit_O: Tensor
+    int8_OD: Tensor  # the weights, those that hand inputs on left out
+    unit_O: Tensor  # what a unit of each row is
+    # The weight of each output's own input; None where these are as all others.
     handed_on_O: Tensor | None
-    first: int
+    first: int  # the column of the first output's own input
 
 
 class Int8Linear(NearLinear):

@@ -20,22 +20,16 @@ _EXACT = ("F32", "BF16")  # types of a vocabulary matrix that is known by its ha
 
 @dataclass(frozen=True)
 class TargetFile:
-    """What a drafter's file takes over from that of its target: a GGUF file, quantised or not.
+    """What a drafter's file takes over from that of its target: a GGUF file, quantised or not."""
 
-    Attributes:
-        architecture: what llama.cpp calls the target's.
-        vocabulary: the tokenizer's keys, each with its value and the value's types.
-        num_layers: of the target, without modules that predict later tokens.
-        hidden_size, vocab_size: of the target.
-        lm_head_sha256: see fingerprint.py; None where the matrix is not there as it was trained:
-            quantised, or padded, or in another file.
-    """
-
-    architecture: str
+    architecture: str  # what llama.cpp calls the target's
+    # The tokenizer's keys, each with its value and the value's types.
     vocabulary: Mapping[str, tuple[Any, list[Any]]]
-    num_layers: int
+    num_layers: int  # of the target, without modules that predict later tokens
     hidden_size: int
     vocab_size: int
+    # See fingerprint.py; None where the matrix is not there as it was trained: quantised, or
+    # padded, or in another file.
     lm_head_sha256: str | None
 
     @classmethod

@@ -35,17 +35,12 @@ _WRAPPING = Lock()
 
 
 class PositionRule(NamedTuple):
-    """Of a target whose positions are others beyond a limit.
+    """Of a target whose positions are others beyond a limit."""
 
-    Attributes:
-        limit: tokens of a text that have usual positions.
-        beyond: whether one way serves all longer texts, each length has a way of its own, or there
-            are none.
-        reads_again: whether the model reads its whole text again when that becomes longer.
-    """
-
-    limit: int
+    limit: int  # tokens of a text that have usual positions
+    # Whether one way serves all longer texts, each length has a way of its own, or there are none.
     beyond: Literal["one", "each", "none"]
+    # Whether the model reads its whole text again when that becomes longer.
     reads_again: bool = False
 
     def reads_alone(self, slots: Sequence[int], padding: Sequence[int], depth: int) -> bool:

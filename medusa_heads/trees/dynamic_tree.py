@@ -30,15 +30,10 @@ Guess = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Tail(NamedTuple):
-    """One path behind the root, which is known beyond the levels on which a tree branches.
+    """One path behind the root, which is known beyond the levels on which a tree branches."""
 
-    Attributes:
-        tokens_BL: of the path.
-        log_probs_BL: of each, if those before it are right; NEVER where there is none.
-    """
-
-    tokens_BL: Tensor
-    log_probs_BL: Tensor
+    tokens_BL: Tensor  # of the path
+    log_probs_BL: Tensor  # of each, if those before it are right; NEVER where there is none
 
 
 class Ranking:

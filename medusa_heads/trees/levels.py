@@ -19,19 +19,12 @@ _BITS = 64
 
 
 class Level(NamedTuple):
-    """The likeliest candidates of one depth, best first.
+    """The likeliest candidates of one depth, best first."""
 
-    Attributes:
-        scores_BK: log-probabilities of their paths.
-        above_BK: the paths that they stand behind.
-        tokens_BK: their own.
-        paths_BAJ: of the likeliest, with their own tokens.
-    """
-
-    scores_BK: Tensor
-    above_BK: Tensor
-    tokens_BK: Tensor
-    paths_BAJ: Tensor
+    scores_BK: Tensor  # log-probabilities of their paths
+    above_BK: Tensor  # the paths that they stand behind
+    tokens_BK: Tensor  # their own
+    paths_BAJ: Tensor  # of the likeliest, with their own tokens
 
 
 class Chosen(NamedTuple):

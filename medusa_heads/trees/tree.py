@@ -34,15 +34,10 @@ MOST_DRAFTED = 1024
 
 
 class Ranked(NamedTuple):
-    """The nodes of a tree that was grown likeliest first, none of which comes before its parent.
+    """The nodes of a tree that was grown likeliest first, none of which comes before its parent."""
 
-    Attributes:
-        scores_BN: log-probability of each node's path.
-        ranks_BN: which one it was; the root is 0.
-    """
-
-    scores_BN: Tensor
-    ranks_BN: Tensor
+    scores_BN: Tensor  # log-probability of each node's path
+    ranks_BN: Tensor  # which one it was; the root is 0
 
 
 @dataclass(frozen=True)

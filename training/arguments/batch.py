@@ -24,19 +24,12 @@ TUNED_LEARNT = 1_024
 
 
 class StepsBefore(NamedTuple):
-    """How the run that a checkpoint is of made its steps, as far as it tells.
+    """How the run that a checkpoint is of made its steps, as far as it tells."""
 
-    Attributes:
-        batch_size: of each process.
-        processes: that shared a step.
-        accumulated: batches of each that made a step.
-        split: a batch was that of all processes.
-    """
-
-    batch_size: int | None = None
-    processes: int = 1
-    accumulated: int = 1
-    split: bool = False
+    batch_size: int | None = None  # of each process
+    processes: int = 1  # that shared a step
+    accumulated: int = 1  # batches of each that made a step
+    split: bool = False  # a batch was that of all processes
 
 
 def fit_batch(

@@ -34,17 +34,13 @@ _OF_A_STREAM = 1 << 22  # tokens that are counted
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """What heads draft, and why.
+    """What heads draft, and why."""
 
-    Attributes:
-        tokens_C: token ids, ascending; None for all of the target's.
-        covered: the share of held-out text that these tokens are; None where it was not asked.
-        why: of heads that draft every token the reason, as far as it is worth saying.
-    """
-
-    tokens_C: Tensor | None
+    tokens_C: Tensor | None  # token ids, ascending; None for all of the target's
     vocab_size: int
+    # The share of held-out text that these tokens are; None where it was not asked.
     covered: float | None = None
+    # Of heads that draft every token the reason, as far as it is worth saying.
     why: str | None = None
 
     @property

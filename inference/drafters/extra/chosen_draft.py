@@ -135,21 +135,14 @@ class ChosenDraftDrafter(Drafter):
 
 
 class _Step(NamedTuple):
-    """A step that was decided on.
+    """A step that was decided on."""
 
-    Attributes:
-        active: the rows that had not ended.
-        which: draft model drafted; below 0 where none did.
-        batch, nodes: rows and nodes that were verified, ended rows and roots included.
-        drafting: seconds that drafting took.
-    """
-
-    active: Memory
+    active: Memory  # the rows that had not ended
     choice: DraftChoice
-    which: int
-    batch: int
-    nodes: int
-    drafting: float
+    which: int  # the draft model that drafted; below 0 where none did
+    batch: int  # rows that were verified, ended ones included
+    nodes: int  # of all of them, roots included
+    drafting: float  # seconds that drafting took
 
 
 def _owner(drafter: Drafter | AdaptiveTree) -> int | AdaptiveTree:

@@ -47,19 +47,12 @@ class Experience:
 
 
 class _Node(NamedTuple):
-    """A drafted token.
+    """A drafted token."""
 
-    Attributes:
-        groups: of the evidence that it belongs to, by row.
-        sureness: of the draft model before, in the mean row.
-        chances: that it is accepted together with all before it, by row.
-        chance: their mean.
-    """
-
-    groups: Sequence[int]
-    sureness: float
-    chances: Sequence[float]
-    chance: float
+    groups: Sequence[int]  # of evidence, that it belongs to, by row
+    sureness: float  # of the draft model before, in the mean row
+    chances: Sequence[float]  # that it is accepted together with all before it, by row
+    chance: float  # their mean
 
 
 class DraftedTree(Memory):
