@@ -63,7 +63,7 @@ class Budget:
         if self.padded:
             return _LEAST
         fewest, *sizes = self.sizes
-        seconds = self._curve()
+        seconds = self._clock.curve(self.rows, self.most, self.again)
         slopes = [(seconds[size] - seconds[fewest]) / (size - fewest) for size in sizes]
         flattest = min(slopes, default=0.0)
         return max(0.6 * self.worth * flattest, _LEAST) if flattest else 0.0
@@ -104,15 +104,12 @@ class Budget:
         Args:
             bound: more tokens of a row are not expected where so many nodes come besides.
         """
-        worth, seconds = self.worth, self._curve()
+        worth, seconds = self.worth, self._clock.curve(self.rows, self.most, self.again)
         value -= 1e-9  # what the bound says is rounded
         for nodes in range(beyond + 1, self.most + 1):
             if bound(nodes - beyond) - worth * seconds[nodes] > value:
                 return True
         return False
-
-    def _curve(self) -> list[float]:
-        return self._clock.curve(self.rows, self.most, self.again)
 
     def taken(self, gains: Sequence[float], seconds: Sequence[float]) -> int:
         """How many of the first of these to take, so that they gain the most.

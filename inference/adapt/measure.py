@@ -46,11 +46,10 @@ def target_clock(
         drafters: sources whose drafting is timed too: a drafter for each, and what it depends on.
     """
     target = as_it_is(target)  # whose cache a text may be using
-    facts = target_facts(target)
-    clock, _ = _once(target, "clock", facts, _clock, lambda: {"step": _measure_steps(target)})
+    clock, _ = _once(target, "clock", {}, _clock, lambda: {"step": _measure_steps(target)})
     for name, (drafter, of) in (drafters or {}).items():
         own, measure = {"source": [name, dict(of)]}, partial(_measure_drafting, target, drafter)
-        drafting, _ = _once(target, "drafting", facts | own, _drafting, measure)
+        drafting, _ = _once(target, "drafting", own, _drafting, measure)
         clock.learn_drafting(name, drafting)
     return clock
 
@@ -87,7 +86,7 @@ def step_seconds(
     def measure() -> dict[str, StepSeconds]:
         return StepBench(target, context, batch_size).rounds(drafters, 10 * _SECONDS)
 
-    return _once(target, "steps", target_facts(target) | facts, read, measure, refresh=refresh)
+    return _once(target, "steps", facts, read, measure, refresh=refresh)
 
 
 def _once(
@@ -99,9 +98,10 @@ def _once(
     *,
     refresh: bool = False,
 ) -> tuple[_Of, bool]:
-    """What was measured under these facts, as `read` makes it of what is kept; and whether it was
-    beside other programs. Where nothing is kept, or it is damaged, or it shall be refreshed, it is
-    measured and kept."""
+    """What was measured under these facts and the target's, as `read` makes it of what is kept; and
+    whether it was beside other programs. Where nothing is kept, or it is damaged, or it shall be
+    refreshed, it is measured and kept."""
+    facts = {**target_facts(target), **facts}
     store, key = Measurements(), f"{measurement_folder()} {kind} {facts}"
     if key in _unkept and not refresh:
         return read(_unkept[key]), True
