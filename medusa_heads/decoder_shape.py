@@ -126,18 +126,14 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class DecoderShape(LayerShape):
-    """Shape of an eagle3 layer, a Llama layer.
+    """Shape of an eagle3 layer, a Llama layer."""
 
-    Args:
-        norm_before_residual: the layer's output is added to its normalised input.
-        feature_norm: what is normalised of several features before they are made one: `"each"`,
-            `"all"` side by side, or `"none"`.
-        norm_output: each later step reads what stands behind the last norm, as the vocabulary
-            matrix does, and not what came out of the layer before it (EAGLE-3.1).
-    """
-
-    norm_before_residual: bool = True
+    norm_before_residual: bool = True  # the layer's output is added to its normalised input
+    # What is normalised of several features before they are made one: `"each"`, `"all"` side by
+    # side, or `"none"`.
     feature_norm: FeatureNorm = "each"
+    # Each later step reads what stands behind the last norm, as the vocabulary matrix does, and not
+    # what came out of the layer before it (EAGLE-3.1).
     norm_output: bool = False
 
     def __post_init__(self) -> None:
@@ -147,16 +143,13 @@ class DecoderShape(LayerShape):
 
 @dataclass(frozen=True)
 class BlockShape(LayerShape):
-    """Shape of a block's layers, Qwen3 layers, and what the block reads.
+    """Shape of a block's layers, Qwen3 layers, and what the block reads."""
 
-    Args:
-        mask_token_id: whose embedding stands for every token that is not known yet; None while no
-            target has been looked at.
-        sample_from_anchor: the last known token's query drafts the first token (DSpark), or none
-            (DFlash): then there is one query more than there are heads.
-    """
-
+    # Whose embedding stands for every token that is not known yet; None while no target has been
+    # looked at.
     mask_token_id: int | None = None
+    # The last known token's query drafts the first token (DSpark), or none (DFlash): then there is
+    # one query more than there are heads.
     sample_from_anchor: bool = True
 
     def __post_init__(self) -> None:

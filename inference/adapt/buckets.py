@@ -84,15 +84,10 @@ class Buckets:
 
 class Paced:
     """Chooses by Buckets where the host goes from step to step: each is timed from its drafts to
-    the next one's, and counts if it is said to be `usual`.
+    the next one's, and counts if it is said to be `usual`."""
 
-    Attributes:
-        usual: whether nothing was made in the last step, and nothing left out.
-        expected_N: see Buckets.learn; of the last step's drafts.
-    """
-
-    usual = False
-    expected_N: Tensor | None = None
+    usual = False  # whether nothing was made in the last step, and nothing left out
+    expected_N: Tensor | None = None  # see Buckets.learn; of the last step's drafts
     _last: Buckets | None = None  # which chose the last step's size
     _size, _began = 0, 0.0
 

@@ -28,20 +28,15 @@ _numbers = count()
 
 
 class Drafter(ABC):
-    """Proposes a token tree from the decoding state, and never touches the target's cache.
+    """Proposes a token tree from the decoding state, and never touches the target's cache."""
 
-    Attributes:
-        num_nodes: the most nodes that a proposed tree has, the root included.
-        reads_prompt: whether the first proposal needs the hidden states of the whole prompt.
-        levels: how deep its trees are at most, where all have as many nodes and are made of the
-            state's tensors alone, without a question to the host; else None.
-        sizes: of such trees, numbers of drafted nodes of which every step may verify another, the
-            likeliest ones by the trees' own log-probabilities; none where all nodes are verified.
-    """
-
-    num_nodes: int
-    reads_prompt = False
+    num_nodes: int  # the most nodes that a proposed tree has, the root included
+    reads_prompt = False  # whether the first proposal needs the hidden states of the whole prompt
+    # How deep its trees are at most, where all have as many nodes and are made of the state's
+    # tensors alone, without a question to the host; else None.
     levels: int | None = None
+    # Of such trees, numbers of drafted nodes of which every step may verify another, the likeliest
+    # ones by the trees' own log-probabilities; none where all nodes are verified.
     sizes: Sequence[int] = ()
 
     @cached_property

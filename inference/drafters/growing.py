@@ -90,21 +90,14 @@ class Proposal:
 
 
 class Source(ABC):
-    """Drafts for every row, step by step.
-
-    Attributes:
-        reads_prompt: whether the first drafts need the hidden states of the whole prompt.
-        reads_on: whether it reads all of the text, also what was written while it was not asked.
-        observes: whether it learns from what the target says.
-        evidence: by how the target's tokens come about.
-        facts: what its evidence is of, besides the target.
-    """
+    """Drafts for every row, step by step."""
 
     name: str
-    evidence: Mapping[Any, Evidence] = {}
-    facts: Mapping[str, Any] = {}
-    reads_prompt = reads_on = False
-    observes = False
+    evidence: Mapping[Any, Evidence] = {}  # by how the target's tokens come about
+    facts: Mapping[str, Any] = {}  # what its evidence is of, besides the target
+    reads_prompt = False  # whether the first drafts need the hidden states of the whole prompt
+    reads_on = False  # whether it reads all of the text, also what came while it was not asked
+    observes = False  # whether it learns from what the target says
 
     @abstractmethod
     def draft(self, state: DecodingState) -> Sequence[Proposal]:

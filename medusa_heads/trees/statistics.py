@@ -35,24 +35,18 @@ class HeadStatistics:
     count says at how many positions the heads' ranks began with exactly that path, so
     `count / positions` is the chance that the node is accepted. A node's count is never above its
     parent's: the n most counted paths form a tree, the one with the largest expected number of
-    accepted tokens among all trees of n nodes.
+    accepted tokens among all trees of n nodes."""
 
-    Attributes:
-        num_heads: K.
-        positions: S, the positions measured.
-        top_k_hits: for each head, how often the true token was among its top 1, 2, .. MAX_RANK.
-        paths: the most counted paths with their counts, best first.
-        temperatures: by which each head's logits are divided so that its probabilities are honest
-            on held-out text; by default 1.0.
-        dynamic_tokens_per_step: by tree size, 1 + expected accepted nodes of trees built anew at
-            every position from those probabilities; empty where not measured.
-    """
-
-    num_heads: int
-    positions: int
+    num_heads: int  # K
+    positions: int  # S, the positions measured
+    # For each head, how often the true token was among its top 1, 2, .. MAX_RANK.
     top_k_hits: list[list[int]]
-    paths: list[tuple[RankPath, int]]
+    paths: list[tuple[RankPath, int]]  # the most counted paths with their counts, best first
+    # By which each head's logits are divided so that its probabilities are honest on held-out text;
+    # by default 1.0.
     temperatures: list[float] = field(default_factory=list)
+    # By tree size, 1 + expected accepted nodes of trees built anew at every position from those
+    # probabilities; empty where not measured.
     dynamic_tokens_per_step: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

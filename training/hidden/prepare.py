@@ -76,17 +76,11 @@ class Part:
 
 
 class Forwards:
-    """Who computes hidden states: the target's own forwards, in batches as training has them.
+    """Who computes hidden states: the target's own forwards, in batches as training has them."""
 
-    Attributes:
-        computed_by: what others call themselves.
-        whole_shards: whether it makes batches itself, of all rows of a shard.
-        passing_bytes: what lies on the disk beside while it does, about.
-    """
-
-    computed_by: str | None = None
-    whole_shards = False
-    passing_bytes = 0
+    computed_by: str | None = None  # what others call themselves
+    whole_shards = False  # whether it makes batches itself, of all rows of a shard
+    passing_bytes = 0  # what lies on the disk beside while it does, about
 
     def __init__(self, target: TargetModel) -> None:
         self.target = target
