@@ -14,6 +14,31 @@ from medusa_heads.inference.engine.running import RunningBatch
 Outcome = Literal["finished", "cancelled", "failed", "refused"]
 _OUTCOMES: tuple[Outcome, ...] = ("finished", "cancelled", "failed", "refused")
 _LONGEST_WAIT = 60  # seconds that a client is told to wait
+_METRICS = {
+    "requests_total": ("counter", "Requests by what became of them."),
+    "requests_queued": ("gauge", "Requests that wait."),
+    "requests_running": ("gauge", "Texts being written."),
+    "request_seconds": (
+        "summary",
+        "From a request to the end of its text, those refused left out.",
+    ),
+    "queue_seconds": ("summary", "From a request to the reading of its prompt."),
+    "prompt_tokens_total": ("counter", "Tokens of prompts."),
+    "cached_prompt_tokens_total": ("counter", "Of these, those that an earlier text had read."),
+    "generated_tokens_total": ("counter", "Tokens written."),
+    "steps_total": (
+        "counter",
+        "Forwards that rows took part in, by drafted tokens that were accepted.",
+    ),
+    "forwards_total": ("counter", "Forwards of the target."),
+    "tokens_per_step": (
+        "gauge",
+        "Tokens that a row wrote in a forward, on average; 1 without drafts.",
+    ),
+    "seconds_total": ("counter", "Seconds of decoding by phase."),
+    "kept_bytes": ("gauge", "Bytes of those of ended texts."),
+    "cache_bytes": ("gauge", "Bytes of keys and values."),
+}
 
 
 class Metrics:
@@ -73,54 +98,25 @@ class Metrics:
         accepted = sorted(stats.accepted.items())
         of_steps = {f'{{accepted="{drafts}"}}': steps for drafts, steps in accepted}
         phases = {f'{{phase="{name}"}}': spent for name, spent in stats.seconds.items()}
-        yield from _metric(
-            "requests_total", "counter", "Requests by what became of them.", outcomes
-        )
-        yield from _metric("requests_queued", "gauge", "Requests that wait.", self.queued)
-        yield from _metric("requests_running", "gauge", "Texts being written.", rows)
-        yield from _metric(
-            "request_seconds",
-            "summary",
-            "From a request to the end of its text, those refused left out.",
-            {"_sum": seconds, "_count": ended},
-        )
-        yield from _metric(
-            "queue_seconds",
-            "summary",
-            "From a request to the reading of its prompt.",
-            {"_sum": waited, "_count": admitted},
-        )
-        yield from _metric(
-            "prompt_tokens_total", "counter", "Tokens of prompts.", self.prompt_tokens
-        )
-        yield from _metric(
-            "cached_prompt_tokens_total",
-            "counter",
-            "Of these, those that an earlier text had read.",
-            self.begun_tokens,
-        )
-        yield from _metric("generated_tokens_total", "counter", "Tokens written.", stats.tokens)
-        yield from _metric(
-            "steps_total",
-            "counter",
-            "Forwards that rows took part in, by drafted tokens that were accepted.",
-            of_steps,
-        )
-        yield from _metric("forwards_total", "counter", "Forwards of the target.", stats.forwards)
-        yield from _metric(
-            "tokens_per_step",
-            "gauge",
-            "Tokens that a row wrote in a forward, on average; 1 without drafts.",
-            stats.tokens_per_step,
-        )
-        yield from _metric("seconds_total", "counter", "Seconds of decoding by phase.", phases)
-        yield from _metric("kept_bytes", "gauge", "Bytes of those of ended texts.", kept)
-        yield from _metric("cache_bytes", "gauge", "Bytes of keys and values.", held)
-
-
-def _metric(name: str, kind: str, said: str, values: float | Mapping[str, float]) -> Iterator[str]:
-    full = f"medusa_heads_{name}"
-    yield f"# HELP {full} {said}"
-    yield f"# TYPE {full} {kind}"
-    for label, value in (values if isinstance(values, Mapping) else {"": values}).items():
-        yield f"{full}{label} {value}"
+        found: dict[str, float | Mapping[str, float]] = {
+            "requests_total": outcomes,
+            "requests_queued": self.queued,
+            "requests_running": rows,
+            "request_seconds": {"_sum": seconds, "_count": ended},
+            "queue_seconds": {"_sum": waited, "_count": admitted},
+            "prompt_tokens_total": self.prompt_tokens,
+            "cached_prompt_tokens_total": self.begun_tokens,
+            "generated_tokens_total": stats.tokens,
+            "steps_total": of_steps,
+            "forwards_total": stats.forwards,
+            "tokens_per_step": stats.tokens_per_step,
+            "seconds_total": phases,
+            "kept_bytes": kept,
+            "cache_bytes": held,
+        }
+        for name, (kind, said) in _METRICS.items():
+            full, values = f"medusa_heads_{name}", found[name]
+            yield f"# HELP {full} {said}"
+            yield f"# TYPE {full} {kind}"
+            for label, value in (values if isinstance(values, Mapping) else {"": values}).items():
+                yield f"{full}{label} {value}"
