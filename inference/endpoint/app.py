@@ -66,9 +66,9 @@ def make_app(
             return _refusal(404, _no_model(asked, name))
         return JSONResponse(known)
 
-    def refuse(status: int, said: str, headers: dict[str, str] | None = None) -> Response:
+    def refuse(status: int, said: str) -> Response:
         scheduler.metrics.count("refused")
-        return _refusal(status, said, headers)
+        return _refusal(status, said)
 
     async def answer(request: Request, *, chat: bool) -> Response:
         try:
