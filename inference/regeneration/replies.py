@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from medusa_heads.data.chat import written_on
+from medusa_heads.data.encoding import special_ids
 from medusa_heads.inference.regeneration.prompts import Prompt
 
 SHOWN = 200  # characters of a server's own words
@@ -43,10 +44,7 @@ class OwnWords:
     """Reads a target's answers as messages, with its tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder
-        self._special = {token for token, entry in added.items() if entry.special}
-        self._special |= set(tokenizer.all_special_ids)
+        self._tokenizer, self._special = tokenizer, special_ids(tokenizer)
 
     def message(
         self, asked: Sequence[int], tokens: Sequence[int], tools: list[Any] | None

@@ -19,7 +19,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from medusa_heads.data.bad_rows import BadRow
-from medusa_heads.data.encoding import Ragged, begins
+from medusa_heads.data.encoding import Ragged, begins, special_ids
 from medusa_heads.data.formats import Conversation
 from medusa_heads.data.messages import parted, with_arguments, without_calls
 from medusa_heads.data.turns import LearntRows, end_of_turns, replaced, rows_of_turns
@@ -63,9 +63,7 @@ class ChatTemplate:
                 "the tokenizer has no chat template, which conversations need: give one with "
                 "chat_template"
             )
-        added = self.tokenizer.added_tokens_decoder
-        self._special = {token for token, entry in added.items() if entry.special}
-        self._special |= set(self.tokenizer.all_special_ids)
+        self._special = special_ids(self.tokenizer)
         self._blank: dict[int, bool] = {}
         # Templates of models that also see images may take texts for lists, and write nothing.
         self._takes_parts = self._writes(parted(_PROBE)) and not self._writes(_PROBE)

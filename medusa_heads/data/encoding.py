@@ -126,6 +126,12 @@ def to_continue(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int
     return [*ids[doubled : len(ids) - ended]]
 
 
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The tokens that stand for no text."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {*tokenizer.all_special_ids, *(token for token, entry in added if entry.special)}
+
+
 class Chosen(Exception):
     """It is known which library encodes, and no more was asked."""
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from medusa_heads.checkpoint.draft_checkpoint import same_vocabulary
+from medusa_heads.data.encoding import special_ids
 from medusa_heads.target.loading import find_tokenizer
 from medusa_heads.target.target import TargetModel
 
@@ -171,8 +172,7 @@ def _spellings(tokenizer: PreTrainedTokenizerBase, size: int) -> Iterator[tuple[
     """What each token stands for, in the order of the ids, those that name a byte last; ids beyond
     the vocabulary matrix are no tokens."""
     decoder = _decoder(tokenizer)
-    added = tokenizer.added_tokens_decoder
-    special = set(tokenizer.all_special_ids)
+    added, special = tokenizer.added_tokens_decoder, special_ids(tokenizer)
     named = '"ByteFallback"' in decoder or not decoder
     tokens = [
         (named and _BYTE.fullmatch(token) is not None, number, token)
@@ -180,7 +180,7 @@ def _spellings(tokenizer: PreTrainedTokenizerBase, size: int) -> Iterator[tuple[
         if number < size
     ]
     for names_byte, number, token in sorted(tokens):
-        if number in special or (number in added and added[number].special):
+        if number in special:
             yield number, token
         elif names_byte:
             yield number, bytes([int(token[3:5], 16)])
