@@ -77,15 +77,12 @@ def run_once(
 
     torch.manual_seed(seed)
     memory = PeakMemory(model.device)
-    hook = model.register_forward_hook(count)
-    try:
+    with model.register_forward_hook(count) as hook:
         wait_for(model.device)
         started = time.perf_counter()
         output_BT = method.generate(input_ids_BT, attention_mask=mask_BT, **generate_kwargs)
         wait_for(model.device)
         seconds = time.perf_counter() - started
-    finally:
-        hook.remove()
     peak, above = memory.read()
     texts, stops = output_BT[:, input_ids_BT.shape[1] :].tolist(), stop_ids(model)
     rows = [until_end(tokens, stops) for tokens in texts]

@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, D hidden.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -64,19 +65,13 @@ def behind_layers(model: Any, otherwise: str) -> nn.Sequential:
     def lm_head_reads(_module: nn.Module, args: tuple[Tensor]) -> None:
         seen["read"] = args[0]
 
-    hooks = [
-        last.register_forward_hook(layer_ran),
-        lm_head.register_forward_pre_hook(lm_head_reads),
-        *(
-            part.register_forward_hook(lambda module, _args, _output: ran.append(module))
-            for part in followers
-        ),
-    ]
-    try:
+    with ExitStack() as hooks:
+        hooks.enter_context(last.register_forward_hook(layer_ran))
+        hooks.enter_context(lm_head.register_forward_pre_hook(lm_head_reads))
+        for part in followers:
+            follow = part.register_forward_hook(lambda module, _args, _out: ran.append(module))
+            hooks.enter_context(follow)
         model(torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
     found = nn.Sequential(*ran)
     if not torch.equal(found(seen["output"]), seen["read"]):
         raise UnsupportedArchitecture(

@@ -10,7 +10,7 @@ Shapes: B batch, T tokens, D hidden.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from threading import Lock
 from typing import Any
@@ -80,12 +80,10 @@ class LayerStack:
         def note(_layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             calls.append((args[0] if args else kwargs.get("hidden_states"), output))
 
-        hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in self._layers]
-        try:
+        with ExitStack() as hooks:
+            for layer in self._layers:
+                hooks.enter_context(layer.register_forward_hook(note, with_kwargs=True))
             _run_three_tokens(target)
-        finally:
-            for hook in hooks:
-                hook.remove()
         made = [output[0] if isinstance(output, tuple) else output for _, output in calls]
         follow = len(calls) == len(self._layers) and all(
             isinstance(taken, Tensor)

@@ -60,16 +60,13 @@ def positions_given(model: Any, *, media: bool) -> Iterator[list[Tensor]]:
         if get_ident() == own and isinstance(given.get(_POSITIONS), Tensor):
             seen[:] = [given[_POSITIONS]]
 
-    hook = model.register_forward_pre_hook(keep, with_kwargs=True)
-    try:
+    with model.register_forward_pre_hook(keep, with_kwargs=True):
         yield seen
         if media and not seen:
             raise ValueError(
                 "generate() tells the target no positions, and those behind an image may be other "
                 "ones than those of its tokens: call the target's own generate()"
             )
-    finally:
-        hook.remove()
 
 
 def positions_ahead(given: Sequence[Tensor], own_B: Sequence[int]) -> list[int]:
