@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads.checkpoint.adapter import adapter_digest, is_adapted
-from medusa_heads.checkpoint.files import ADAPTER_FOLDER
+from medusa_heads.checkpoint.files import ADAPTER_FOLDER, FORMAT_VERSION, write_json
 from medusa_heads.checkpoint.stored_heads import (
     DRAFT_TOKENS,
     StoredHeads,
@@ -56,6 +56,22 @@ def describe_target(target: TargetModel, adapter: PeftModel | None = None) -> di
         "revision": target.revision,
         **target.fingerprint(),
     }
+
+
+def vouch(
+    path: Path,
+    folder: Path,
+    target: TargetModel,
+    measured: Mapping[str, Any] | None,
+    provenance: Mapping[str, Any] | None,
+    **more: Any,
+) -> None:
+    """Write the file that says of a folder's others that they are whole, where they wait to take
+    their places: it comes last there, and the one of before goes first."""
+    record = {"format_version": FORMAT_VERSION, **more, "target": describe_target(target)}
+    record |= {"measured": dict(measured or {}), "provenance": masked(provenance or {})}
+    write_json(path, record)
+    (folder / path.name).unlink(missing_ok=True)
 
 
 def has_adapter(target: TargetModel) -> bool:

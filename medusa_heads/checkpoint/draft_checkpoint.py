@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from medusa_heads.checkpoint.checkpoint import describe_target
-from medusa_heads.checkpoint.files import FORMAT_VERSION, filled, read_record, write_json
+from medusa_heads.checkpoint.checkpoint import vouch
+from medusa_heads.checkpoint.files import filled, read_record
 from medusa_heads.contents import DRAFT_FILE
-from medusa_heads.masking import masked
 from medusa_heads.target.loading import find_tokenizer
 from medusa_heads.target.target import TargetModel
 
@@ -38,20 +37,12 @@ def save_draft(
     """Write a draft model in the target's dtype, beside its place first and then renamed, file by
     file."""
     folder = Path(folder)
-    sidecar = {
-        "format_version": FORMAT_VERSION,
-        "target": describe_target(target),
-        "measured": dict(measured or {}),
-        "provenance": masked(provenance or {}),
-    }
     stored: Any = copy.deepcopy(draft).to(target.dtype)  # type: ignore[arg-type]
     with filled(folder, DRAFT_FILE) as made:
         stored.save_pretrained(made)
         if tokenizer is not None:
             tokenizer.save_pretrained(made)
-        write_json(made / DRAFT_FILE, sidecar)
-        # A folder with this file is whole: it goes first, and comes last.
-        (folder / DRAFT_FILE).unlink(missing_ok=True)
+        vouch(made / DRAFT_FILE, folder, target, measured, provenance)
     return folder
 
 

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from medusa_heads.checkpoint.checkpoint import describe_target
-from medusa_heads.checkpoint.files import FORMAT_VERSION, filled, read_record, write_json
+from medusa_heads.checkpoint.checkpoint import vouch
+from medusa_heads.checkpoint.files import filled, read_record
 from medusa_heads.checkpoint.stored_heads import check_same_target
 from medusa_heads.checkpoint.tensor_file import mapped_tensors, read_tensors, write_tensors
 from medusa_heads.contents import MTP_FILE
-from medusa_heads.masking import masked
 from medusa_heads.target.fingerprint import file_sha256
 from medusa_heads.target.mtp import load_mtp, own_parts, stored_tensors
 from medusa_heads.target.target import TargetModel
@@ -49,17 +48,8 @@ def save_mtp(
                     f"multi-token-prediction modules of {target.config.model_type} do not come "
                     f"back from the names of their checkpoint as they were ({name} differs)"
                 )
-        sidecar = {
-            "format_version": FORMAT_VERSION,
-            "weights_sha256": file_sha256(made / MTP_WEIGHTS),
-            "modules": len(modules.layers),
-            "target": describe_target(target),
-            "measured": dict(measured or {}),
-            "provenance": masked(provenance or {}),
-        }
-        write_json(made / MTP_FILE, sidecar)
-        # A folder with this file is whole: it goes first, and comes last.
-        (folder / MTP_FILE).unlink(missing_ok=True)
+        own = {"weights_sha256": file_sha256(made / MTP_WEIGHTS), "modules": len(modules.layers)}
+        vouch(made / MTP_FILE, folder, target, measured, provenance, **own)
     return folder
 
 

@@ -131,11 +131,8 @@ class Records:
 
     def _draft(self, rng: random.Random, place: Place) -> Attempt:
         """`draft_model.json` beside a draft model."""
-        from medusa_heads.checkpoint.draft_checkpoint import (
-            DRAFT_FILE,
-            FORMAT_VERSION,
-            read_draft_sidecar,
-        )
+        from medusa_heads.checkpoint.draft_checkpoint import DRAFT_FILE, read_draft_sidecar
+        from medusa_heads.checkpoint.files import FORMAT_VERSION
 
         good: dict[str, Any] = {"format_version": FORMAT_VERSION, "target": {"name_or_path": "x"}}
         good |= {"measured": {}, "provenance": {"a": words(rng)}}
