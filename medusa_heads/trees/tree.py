@@ -17,7 +17,7 @@ seven nodes, drawn with the token of each node, and its ancestor mask (a row see
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -42,27 +42,19 @@ class Ranked(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenTree:
-    """N draft nodes for every row of a batch.
+    """N draft nodes for every row of a batch."""
 
-    Attributes:
-        tokens_BN: token id of each node; node 0 is the last committed token.
-        parents_BN: index of each node's parent; -1 for node 0.
-        depth_BN: distance from node 0.
-        ancestors_BNN: True where the column is the row's node itself or one of its ancestors.
-        log_probs_BN: the draft's log-probability of each node after its parent, where the drafter
-            knows it; only lossy acceptance rules ask for it.
-        drawn_from: of nodes whose children were drawn rather than chosen: the distribution [B, V]
-            they were drawn from, one after the other and none twice, in the order of their indices.
-        ranked: where the tree was grown likeliest first.
-    """
-
-    tokens_BN: Tensor
-    parents_BN: Tensor
-    depth_BN: Tensor
-    ancestors_BNN: Tensor
+    tokens_BN: Tensor  # token id of each node; node 0 is the last committed token
+    parents_BN: Tensor  # index of each node's parent; -1 for node 0
+    depth_BN: Tensor  # distance from node 0
+    ancestors_BNN: Tensor  # True where the column is the row's node itself or one of its ancestors
+    # The draft's log-probability of each node after its parent, where the drafter knows it; only
+    # lossy acceptance rules ask for it.
     log_probs_BN: Tensor | None = None
+    # Of nodes whose children were drawn rather than chosen: the distribution [B, V] they were drawn
+    # from, one after the other and none twice, in the order of their indices.
     drawn_from: Mapping[int, Tensor] = field(default_factory=dict)
-    ranked: Ranked | None = None
+    ranked: Ranked | None = None  # where the tree was grown likeliest first
 
     @property
     def num_nodes(self) -> int:
@@ -89,31 +81,20 @@ class TokenTree:
         if most is not None:
             lengths = [min(each) for each in zip(lengths, most, strict=True)]
         nodes = max(lengths)
-        chains = TokenTree(
-            self.tokens_BN[:, :nodes],
-            self.parents_BN[:, :nodes],
-            self.depth_BN[:, :nodes],
-            self.ancestors_BNN[:, :nodes, :nodes],
-            None if self.log_probs_BN is None else self.log_probs_BN[:, :nodes],
-            {node: probs for node, probs in self.drawn_from.items() if node < nodes},
+        drawn_from = {node: probs for node, probs in self.drawn_from.items() if node < nodes}
+        chains = replace(
+            self._with_nodes(lambda of_BN: of_BN[:, :nodes], self.ancestors_BNN[:, :nodes, :nodes]),
+            drawn_from=drawn_from,
+            ranked=None,
         )
         if min(lengths) == nodes:
             return self if nodes == self.num_nodes else chains
         lengths_B1 = torch.tensor(lengths, device=self.tokens_BN.device)[:, None]
         spare_BN = torch.arange(nodes, device=lengths_B1.device) >= lengths_B1
-
-        def as_root(of_nodes_BN: Tensor) -> Tensor:
-            return of_nodes_BN[:, :1].where(spare_BN, of_nodes_BN)
-
-        known = chains.log_probs_BN
         itself_NN = torch.eye(nodes, dtype=torch.bool, device=lengths_B1.device)
-        return replace(
-            chains,
-            tokens_BN=as_root(chains.tokens_BN),
-            parents_BN=as_root(chains.parents_BN),
-            depth_BN=as_root(chains.depth_BN),
-            ancestors_BNN=itself_NN.where(spare_BN[..., None], chains.ancestors_BNN),
-            log_probs_BN=None if known is None else as_root(known),
+        return chains._with_nodes(
+            lambda of_BN: of_BN[:, :1].where(spare_BN, of_BN),
+            itself_NN.where(spare_BN[..., None], chains.ancestors_BNN),
         )
 
     def with_spare(self, num_nodes: int) -> TokenTree:
@@ -122,21 +103,23 @@ class TokenTree:
         spare = num_nodes - self.num_nodes
         if spare <= 0:
             return self
-
-        def filled(of_nodes_BN: Tensor) -> Tensor:
-            return torch.cat([of_nodes_BN, of_nodes_BN[:, :1].expand(-1, spare)], dim=1)
-
-        known = self.log_probs_BN
         ancestors_BNN = F.pad(self.ancestors_BNN, (0, spare, 0, spare))
         own_N = torch.arange(self.num_nodes, num_nodes, device=ancestors_BNN.device)
         ancestors_BNN[:, own_N, own_N] = True
+        return self._with_nodes(
+            lambda of_BN: torch.cat([of_BN, of_BN[:, :1].expand(-1, spare)], dim=1), ancestors_BNN
+        )
+
+    def _with_nodes(self, made: Callable[[Tensor], Tensor], ancestors_BNN: Tensor) -> TokenTree:
+        """As a tree of other nodes, of which `made` gives what is known of each."""
+        known = self.log_probs_BN
         return replace(
             self,
-            tokens_BN=filled(self.tokens_BN),
-            parents_BN=filled(self.parents_BN),
-            depth_BN=filled(self.depth_BN),
+            tokens_BN=made(self.tokens_BN),
+            parents_BN=made(self.parents_BN),
+            depth_BN=made(self.depth_BN),
             ancestors_BNN=ancestors_BNN,
-            log_probs_BN=None if known is None else filled(known),
+            log_probs_BN=None if known is None else made(known),
         )
 
 
