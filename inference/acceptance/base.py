@@ -6,6 +6,7 @@ Shapes: B active rows, N tree nodes, T tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -118,28 +119,23 @@ class AcceptanceRule(Protocol):
     ) -> list[list[int]]: ...
 
 
+@dataclass(frozen=True)
 class RowProcessors:
-    """Runs the processors for one row, as often and with the same text as generate() would.
+    """Runs the processors for one row, as often and with the same text as generate() would."""
 
-    Args:
-        row: its place in the batch.
-        batch_size: rows of the batch.
-        steps: the processors in order, each with whether it must see a whole batch: it may keep a
-            setting or a state for each row.
-    """
-
-    def __init__(self, row: int, batch_size: int, steps: Sequence[tuple[Any, bool]]) -> None:
-        self._row = row
-        self._batch_size = batch_size
-        self._steps = steps
+    row: int  # its place in the batch
+    batch_size: int
+    # The processors in order, each with whether it must see a whole batch: it may keep a setting or
+    # a state for each row.
+    steps: Sequence[tuple[Any, bool]]
 
     def __call__(self, ids_1T: Tensor, scores_1V: Tensor) -> Tensor:
         """The processed scores, [1, V]; those given may be written over."""
-        for processor, whole_batch in self._steps:
+        for processor, whole_batch in self.steps:
             if whole_batch:
-                ids_BT = ids_1T.repeat(self._batch_size, 1)
-                scores_BV = processor(ids_BT, scores_1V.repeat(self._batch_size, 1))
-                scores_1V = scores_BV[self._row, None]
+                ids_BT = ids_1T.repeat(self.batch_size, 1)
+                scores_BV = processor(ids_BT, scores_1V.repeat(self.batch_size, 1))
+                scores_1V = scores_BV[self.row, None]
             else:
                 scores_1V = processor(ids_1T, scores_1V)
         return scores_1V

@@ -6,6 +6,7 @@ import json
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from medusa_heads.data.messages import ROLES
@@ -88,24 +89,20 @@ def tools_told(given: Mapping[str, Any]) -> list[Any] | None:
     return list(tools)
 
 
+@dataclass(frozen=True)
 class Calls:
-    """Finds calls in an answer, as far as transformers knows how the target writes them.
+    """Finds calls in an answer, as far as transformers knows how the target writes them."""
 
-    Args:
-        tokenizer: its own.
-        template: the description of its answers, that transformers reads them by.
-        tools: that it was told.
-    """
-
-    def __init__(self, tokenizer: Any, template: Any, tools: list[Any]) -> None:
-        self._tokenizer, self._template, self._tools = tokenizer, template, tools
+    tokenizer: Any
+    template: Any  # the description of its answers, that transformers reads them by
+    tools: list[Any]  # that it was told
 
     def of(self, prompt: str, written: str) -> dict[str, Any] | None:
         """The message of an answer that calls tools, as clients are told it; None where it calls
         none, or what it writes is no call. Both texts with their special tokens."""
         try:
-            found = self._tokenizer.parse_response(
-                written, self._template, prefix=prompt, tools=self._tools
+            found = self.tokenizer.parse_response(
+                written, self.template, prefix=prompt, tools=self.tools
             )
             calls = [_call(each["function"]) for each in found.get("tool_calls") or []]
         except Exception:  # whatever a parser makes of what a model writes
