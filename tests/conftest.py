@@ -108,32 +108,36 @@ def same_process() -> Iterator[None]:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(autouse=True)
-def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of a training run's report: they take four times as long as a tiny run itself."""
-    monkeypatch.setattr("medusa_heads.training.measure.report.draw_plots", lambda *_: [])
+@pytest.fixture(scope="module")
+def module_patch() -> Iterator[pytest.MonkeyPatch]:
+    """What is so for all tests of a module is made so once."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
 
 
 @pytest.fixture(autouse=True, scope="module")
-def quick_kernels() -> Iterator[None]:
+def pictures(module_patch: pytest.MonkeyPatch) -> None:
+    """None of a training run's report: they take four times as long as a tiny run itself."""
+    module_patch.setattr("medusa_heads.training.measure.report.draw_plots", lambda *_: [])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_kernels(module_patch: pytest.MonkeyPatch) -> None:
     """Large matrices of heads are multiplied in eight bits, and a target's are packed, whatever is
     measured here; also of models that the tests of a module share. Steps are timed in one round."""
     from medusa_heads.machine.kernels import has_packed_products
 
     gain = "medusa_heads.target.packed.packed_gain"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("medusa_heads.heads.drafting.int8_gain", lambda _: 2.0)
-        patch.setattr("medusa_heads.heads.drafting.has_int8_products", lambda: True)
-        patch.setattr(gain, lambda dtype, *_: 2.0 if has_packed_products(dtype) else 0.0)
-        patch.setattr("medusa_heads.target.packed.turned_gain", lambda *_: 2.0)
-        patch.setattr("medusa_heads.inference.adapt.step_bench._ROUNDS", 1)
-        yield
+    module_patch.setattr("medusa_heads.heads.drafting.int8_gain", lambda _: 2.0)
+    module_patch.setattr("medusa_heads.heads.drafting.has_int8_products", lambda: True)
+    module_patch.setattr(gain, lambda dtype, *_: 2.0 if has_packed_products(dtype) else 0.0)
+    module_patch.setattr("medusa_heads.target.packed.turned_gain", lambda *_: 2.0)
+    module_patch.setattr("medusa_heads.inference.adapt.step_bench._ROUNDS", 1)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def part_of_the_library() -> Iterator[None]:
-    """A tenth of the library's files: every line of all of them is a place where a text may begin,
-    and those alone take seconds to find and to shuffle."""
+def part_of_the_library(module_patch: pytest.MonkeyPatch) -> None:
+    """A tenth of the library's files: it takes seconds to find every line of all of them."""
     from medusa_heads.data import corpus
 
     read = corpus._read_sources
@@ -141,15 +145,13 @@ def part_of_the_library() -> Iterator[None]:
     def some(root: Path, *, held_out: bool) -> Iterator[dict[str, str]]:
         return islice(read(root, held_out=held_out), 0, None, 1 if held_out else 10)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "_read_sources", some)
-        yield
+    module_patch.setattr(corpus, "_read_sources", some)
 
 
-@pytest.fixture(autouse=True)
-def durable(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def durable(module_patch: pytest.MonkeyPatch) -> None:
     """Nothing: no test pulls the plug, and each wait for the disk takes as long as a small step."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
+    module_patch.setattr(os, "fsync", lambda _: None)
 
 
 @pytest.fixture
@@ -226,14 +228,12 @@ def split_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "LARGE", float("inf"))
 
 
-@pytest.fixture(autouse=True)
-def as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def as_they_are(module_patch: pytest.MonkeyPatch) -> None:
     """Steps are recorded on a GPU where a test says so, by `recorded`: others are of what is
     decoded without. And no clock says when forwards become scripts."""
-    if DEVICE != "cpu":
-        monkeypatch.setattr("medusa_heads.inference.models.compiling.captures", lambda _: False)
-    scripting = "medusa_heads.inference.models.scripting.Scripting"
-    monkeypatch.setattr(f"{scripting}._begins", lambda *_: False)
+    for each in ["compiling.captures"] * (DEVICE != "cpu") + ["scripting.Scripting._begins"]:
+        module_patch.setattr(f"medusa_heads.inference.models.{each}", lambda *_: False)
 
 
 @pytest.fixture
