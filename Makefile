@@ -25,6 +25,9 @@ TESTS := -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 # Waiting worker threads sleep instead of spinning: on few cores spinning slows small models.
 export OMP_WAIT_POLICY := PASSIVE
+# Empty is unset: what Python and pytest make of the sources is kept, which each worker makes anew in
+# eight seconds else.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo hybrid docs test test-all test-slow test-lowest mutants test-vllm test-vllm-033 lint format clean
