@@ -165,7 +165,7 @@ def p_value(target: Any, drafts: Sequence[Any], tree: str, kind: Any, samples: i
     counts_C = torch.zeros(VOCAB * VOCAB)
     torch.manual_seed(0)
     for _ in range(samples // BATCH):
-        out: Any = model.generate(**prompts(), do_sample=True, max_new_tokens=5, top_k=0)
+        out: Any = model.generate(**prompts(), do_sample=True, max_new_tokens=3, top_k=0)
         second_B, third_B = out[:, len(PROMPT) + 1].cpu(), out[:, len(PROMPT) + 2].cpu()
         counts_C += torch.bincount(second_B * VOCAB + third_B, minlength=VOCAB * VOCAB)
     assert kind is PicksTheSurer or min(steps(model)) > 2

@@ -88,8 +88,10 @@ def p_value(
     samples: int,
     rows: int = BATCH,
     rng: Rng = "transformers",
+    new: int = 3,
 ) -> tuple[float, float]:
-    """Of the texts drawn with these drafts, so many at a time; and their tokens per step."""
+    """Of the texts drawn with these drafts, so many at a time; and their tokens per step. No token
+    behind the third is looked at."""
     if tree == "adaptive":
         # Several tokens behind a node, and nodes behind each of them.
         costs = [Costs(line(0.01, 11), forward=0.1, rows=rows)]
@@ -100,7 +102,7 @@ def p_value(
     steps = tokens = 0
     torch.manual_seed(0)
     for _ in range(samples // rows):
-        out: Any = model.generate(**prompts(rows), do_sample=True, max_new_tokens=5, **options)
+        out: Any = model.generate(**prompts(rows), do_sample=True, max_new_tokens=new, **options)
         second_B, third_B = out[:, len(PROMPT) + 1].cpu(), out[:, len(PROMPT) + 2].cpu()
         counts_C += torch.bincount(second_B * VOCAB + third_B, minlength=VOCAB * VOCAB)
         steps += model.last_stats.steps
@@ -110,10 +112,8 @@ def p_value(
     return float(p), tokens / steps
 
 
-def check(
-    target: Any, draft: Any, tree: str, warpers: str, samples: int, rng: Rng = "transformers"
-) -> None:
-    p, tokens_per_step = p_value(target, draft, tree, WARPERS[warpers], samples, rng=rng)
+def check(target: Any, draft: Any, tree: str, warpers: str, samples: int, **options: Any) -> None:
+    p, tokens_per_step = p_value(target, draft, tree, WARPERS[warpers], samples, **options)
     assert p > 1e-4
     assert tokens_per_step > 1.1  # an accepted draft, and the token behind it
 
@@ -134,7 +134,7 @@ def check(
 def test_drawn_text_follows_the_target(
     target: Any, drafts: dict[str, Any], tree: str, warpers: str, rng: Rng
 ) -> None:
-    check(target, drafts["bad"], tree, warpers, 1500 if tree == "sampled:3" else 2000, rng)
+    check(target, drafts["bad"], tree, warpers, 1500 if tree == "sampled:3" else 2000, rng=rng)
 
 
 @pytest.mark.slow
@@ -143,7 +143,7 @@ def test_a_few_adaptive_texts_at_a_time_follow_the_target(
     target: Any, drafts: dict[str, Any], rows: int
 ) -> None:
     """What some texts teach decides how the next ones are drafted for."""
-    p, tokens_per_step = p_value(target, drafts["near"], "adaptive", {"top_k": 0}, 400, rows)
+    p, tokens_per_step = p_value(target, drafts["near"], "adaptive", {"top_k": 0}, 400, rows, new=5)
     assert p > 1e-4 and tokens_per_step > 1.1
 
 
@@ -154,7 +154,7 @@ def test_a_few_adaptive_texts_at_a_time_follow_the_target(
 def test_drawn_text_follows_the_target_closely(
     target: Any, drafts: dict[str, Any], draft: str, tree: str, warpers: str
 ) -> None:
-    check(target, drafts[draft], tree, warpers, samples=10_000)
+    check(target, drafts[draft], tree, warpers, samples=10_000, new=5)
 
 
 class AcceptsWhereLikelier(RejectionSampling):

@@ -139,10 +139,10 @@ def small(tiny_llama: TinyLlama) -> tuple[Any, dict[float, ForeignDraft]]:
 
 
 def p_value(
-    small: Any, noise: float, tree: str, samples: int, **options: Any
+    small: Any, noise: float, tree: str, samples: int, new: int = 3, **options: Any
 ) -> tuple[float, float]:
     options = {"temperature": 1.0, "top_k": 0} | options
-    return law.p_value(small[0], small[1][noise], tree, options, samples)
+    return law.p_value(small[0], small[1][noise], tree, options, samples, new=new)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_drawn_text_follows_the_target(small: Any, tree: str, options: dict[str,
 @pytest.mark.parametrize("tree", ["sampled:3", "sampled:3x2", "sampled:4x1"])
 @pytest.mark.parametrize("noise", [0.02, 0.2])
 def test_drawn_text_follows_the_target_closely(small: Any, noise: float, tree: str) -> None:
-    p, tokens_per_step = p_value(small, noise, tree, 10_000)
+    p, tokens_per_step = p_value(small, noise, tree, 10_000, new=5)
     assert p > 1e-4 and tokens_per_step > 1.1
 
 
