@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,39 +26,59 @@ from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.hidden.meta_target import meta_target
 from tests.conftest import TinyLlama
+from tests.hub.hub_server import LocalHub, log_in
 from tests.inference.speaking import make_tokenizer
 
-AWAY = """
-import time
-from medusa_heads.target.loading import load_causal_lm, load_tokenizer
-from medusa_heads.training.hidden.meta_target import meta_target
-from medusa_heads.training.arguments.target import TargetArguments
-import transformers.models.auto
-begun = time.perf_counter()
-for load in (
+LOADS: tuple[Callable[[], object], ...] = (
     lambda: load_causal_lm("nobody/nothing", dtype="auto", trust_remote_code=False),
     lambda: load_tokenizer("nobody/nothing"),
     lambda: meta_target(TargetArguments("nobody/nothing")),
-):
-    try:
-        load()
-    except (OSError, ValueError) as error:
-        print(" ".join(str(error).split()))
-print(time.perf_counter() - begun)
+)
+AWAY = """
+from tests.target.test_loading import said_and_seconds
+sentences, seconds = said_and_seconds()
+print(*sentences, seconds, sep="\\n")
 """
 
 
-def test_a_hub_that_does_not_answer_is_told_soon() -> None:
-    # Nothing listens at that port; a hub's client would try it five times for each file.
+def said_and_seconds() -> tuple[list[str], float]:
+    """What is said of a name by all that load by names, and how long they took."""
+    said, begun = [], time.perf_counter()
+    for load in LOADS:
+        try:
+            load()
+        except (OSError, ValueError) as error:
+            said.append(" ".join(str(error).split()))
+    return said, time.perf_counter() - begun
+
+
+def check_said_soon(sentences: list[str], seconds: float, url: str) -> None:
+    assert len(sentences) == 3
+    assert all(f"couldn't connect to '{url}'" in each for each in sentences)
+    assert "expected a causal language model" in sentences[0]
+    assert seconds < 15
+
+
+def test_a_hub_that_does_not_answer_is_told_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with LocalHub({}) as gone:
+        pass  # nothing listens there any more; a hub's client would try it five times for each file
+    log_in(gone, "hf_nobodynobodynobody", tmp_path, monkeypatch)
+    check_said_soon(*said_and_seconds(), gone.url)
+    assert not any(capfd.readouterr())
+
+
+@pytest.mark.slow
+def test_a_process_whose_hub_does_not_answer_says_so_soon() -> None:
+    """As above, by what its environment says."""
     environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
     done = subprocess.run(
         [sys.executable, "-c", AWAY], capture_output=True, text=True, env=environment, check=True
     )
     *sentences, seconds = done.stdout.splitlines()
-    assert len(sentences) == 3
-    assert all("couldn't connect to 'http://127.0.0.1:9'" in each for each in sentences)
-    assert "expected a causal language model" in sentences[0] and done.stderr == ""
-    assert float(seconds) < 15
+    check_said_soon(sentences, float(seconds), "http://127.0.0.1:9")
+    assert done.stderr == ""
 
 
 def test_a_configuration_that_contradicts_itself_is_one_sentence(
