@@ -175,7 +175,7 @@ def test_compiled_views_of_one_model(
 
 
 @torch.no_grad()
-def test_a_target_that_goes_while_another_is_compiled(model: Any) -> None:
+def test_a_target_that_goes_while_another_is_compiled(short: Any) -> None:
     others: list[Any] = []
 
     def backend(graph: Any, _inputs: Any) -> Any:
@@ -184,12 +184,12 @@ def test_a_target_that_goes_while_another_is_compiled(model: Any) -> None:
             gc.collect()
         return graph.forward
 
-    target = CompiledTarget(model, backend, (2,))
-    others.append(CompiledTarget(model, "eager", (2,)))
+    target = CompiledTarget(short, backend, (0,))
+    others.append(CompiledTarget(short, "eager", (0,)))
     others[0].itself = others[0]  # so that only a collection finds it
     with target.capture_hidden() as last_hidden:
         verify(target)
-        torch.testing.assert_close(last_hidden(), expected(model, (2,), IDS_BT[:1])[:, 6:])
+        torch.testing.assert_close(last_hidden(), expected(short, (0,), IDS_BT[:1])[:, 6:])
     assert gc.isenabled()
 
 

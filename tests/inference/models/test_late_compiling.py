@@ -161,6 +161,7 @@ def test_nothing_is_compiled_before_it_pays(
     assert not steps_by_view["compiled"]
 
 
+@pytest.mark.usefixtures("untraced")
 def test_what_saves_nothing_is_kept_and_not_tried_again(
     tiny_llama: TinyLlama, steps_by_view: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,7 +141,7 @@ def test_hidden_states_outlive_the_next_step(tiny_llama: TinyLlama) -> None:
 
         return run
 
-    target = CompiledTarget(tiny_llama(), replayed)
+    target = CompiledTarget(tiny_llama(num_layers=1), replayed)
     prompt = torch.arange(1, 13)[None]
     rows = [Row(0, 1, prompt[0], StopCheck(StoppingCriteriaList()))]
     state = DecodingState(rows, target.new_cache(1, 20), [0])
