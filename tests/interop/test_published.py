@@ -69,11 +69,12 @@ def comes_back(made: Converted, folder: Path, to: WrittenFormat, target: Path) -
     assert after.config.features == before.config.features
 
 
-@pytest.fixture
-def deep(tmp_path: Path, tiny_llama: TinyLlama) -> Path:
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory, tiny_llama: TinyLlama) -> Path:
     """A target of 12 layers."""
-    tiny_llama(num_hidden_layers=12).save_pretrained(tmp_path / "deep")
-    return tmp_path / "deep"
+    folder = tmp_path_factory.mktemp("targets") / "deep"
+    tiny_llama(num_hidden_layers=12).save_pretrained(folder)
+    return folder
 
 
 @torch.no_grad()
