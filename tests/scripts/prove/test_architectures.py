@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from scripts.prove import architecture_check
+from scripts.prove import architecture_check, architectures
 from scripts.prove.architecture_check import Result
 from scripts.prove.architectures import main
 from tests.pairs import with_slow
+from tests.training.processes import forked
 
 VERDICTS = {
     "llama": "exact tree",
@@ -30,8 +31,12 @@ def kinds(request: pytest.FixtureRequest) -> list[str]:
 
 @pytest.fixture(scope="module")
 def swept(kinds: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("matrix")
-    sweep(folder, "--types", *kinds, "--new_tokens", str(NEW))
+    """By a process that imports torch for itself where all are swept, else by one that need not."""
+    folder, context = tmp_path_factory.mktemp("matrix"), forked()
+    with pytest.MonkeyPatch.context() as patch:
+        if kinds == FEW:
+            patch.setattr(architectures.multiprocessing, "get_context", lambda _: context)
+        sweep(folder, "--types", *kinds, "--new_tokens", str(NEW))
     return folder
 
 
