@@ -25,8 +25,8 @@ TESTS := -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 # Waiting worker threads sleep instead of spinning: on few cores spinning slows small models.
 export OMP_WAIT_POLICY := PASSIVE
-# Empty is unset: what Python and pytest make of the sources is kept, which each worker makes anew in
-# eight seconds else.
+# Empty is unset: what Python and pytest make of the sources is kept. Else each process that a test
+# starts makes it anew, and each worker in eight seconds.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
