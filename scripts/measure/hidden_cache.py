@@ -156,7 +156,7 @@ class Runs:
         found = {
             "the disk, whole files": (
                 read_rates(shards),
-                self.cache.size / (time.process_time() - used),
+                self.cache.size / _since(used),
             )
         }
         for name, places in (("shard by shard", local), ("in any order", mixed)):
@@ -171,7 +171,7 @@ class Runs:
         begun, used = time.perf_counter(), time.process_time()
         for place in places:
             cache.read_place(place).clone()
-        took = time.perf_counter() - begun, time.process_time() - used
+        took = time.perf_counter() - begun, _since(used)
         return cache.size / took[0], cache.size / took[1]
 
 
@@ -227,6 +227,11 @@ def table_of(report: dict[str, Any]) -> Table:
         rates = (decimal(round(rate)) for rate in (value, report["of_processor"][source]))
         cells.append([source, f"{tokens:,.0f}", f"{rows:,.0f}", *rates])
     return on_screen(title, (columns, cells))
+
+
+def _since(used: float) -> float:
+    """Seconds of processor time; a busy system may have told of none yet."""
+    return max(time.process_time() - used, 1e-9)
 
 
 def _now() -> float:
