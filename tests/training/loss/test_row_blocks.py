@@ -11,7 +11,7 @@ from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.loss.heads import rows_loss
 from medusa_heads.training.loss.rows import SupervisedRows
 from tests.pairs import meeting
-from tests.training.loss_cases import random_heads, random_hidden, random_rows, random_teacher
+from tests.training.loss_cases import D, random_heads, random_hidden, random_rows, random_teacher
 
 R, K = 13, 3
 
@@ -65,12 +65,9 @@ def test_blocks_under_autocast_give_the_same_to_rounding(kind: str, vocab_matrix
         torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * float(theirs.abs().max()))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_in_low_precision_a_cpu_meets_few_shapes(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step of a bf16 run on a CPU took a fifth longer, for machine code of each batch's shape."""
-    heads, seen = random_heads(K, "own", kind="hydra", dtype=torch.float32), []
+def rows_seen(heads: DraftHeads, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows these heads are asked for, each time."""
+    seen: list[int] = []
     features = heads.features
 
     def noted(hidden_RD: Tensor, tokens_RK: Tensor) -> Tensor:
@@ -78,6 +75,16 @@ def test_in_low_precision_a_cpu_meets_few_shapes(
         return features(hidden_RD, tokens_RK)
 
     monkeypatch.setattr(heads, "features", noted)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_in_low_precision_a_cpu_meets_few_shapes(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of a bf16 run on a CPU took a fifth longer, for machine code of each batch's shape."""
+    heads = random_heads(K, "own", kind="hydra", dtype=torch.float32)
+    seen = rows_seen(heads, monkeypatch)
     for count in (R, 64, 70):
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
             ours, whole = (results(heads, size, torch.float32, count) for size in (None, count))
@@ -85,6 +92,22 @@ def test_in_low_precision_a_cpu_meets_few_shapes(
             atol = 0.02 * float(theirs.abs().max())
             torch.testing.assert_close(mine, theirs, rtol=0.02, atol=atol)
     assert seen == ([64, R, 64, 64, 128, 70] if dtype == torch.bfloat16 else [R, R, 64, 64, 70, 70])
+
+
+@pytest.mark.parametrize(("count", "blocks"), [(0, [0]), (130, [64, 64, 64])])
+def test_so_it_does_in_several_blocks_and_without_rows(
+    count: int, blocks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa_heads.training.loss.heads.BLOCK_FEATURES_CPU", 100 * K * D)
+    heads = random_heads(K, dtype=torch.float32)
+    seen = rows_seen(heads, monkeypatch)
+    hidden_RD = random_hidden(count, dtype=torch.bfloat16).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = rows_loss(heads, hidden_RD, random_rows(count, K), num_items=7)
+    loss.backward()
+    assert seen == blocks
+    assert hidden_RD.grad is not None and hidden_RD.grad.shape == (count, D)
+    assert bool(loss > 0) == bool(hidden_RD.grad.any()) == bool(count)
 
 
 @pytest.mark.parametrize("vocab_matrix", ["shared", pytest.param("own", marks=pytest.mark.slow)])
