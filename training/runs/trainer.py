@@ -63,7 +63,7 @@ class TaughtTrainer(Trainer, ABC):
         "save_only_model": False,  # nothing could be resumed, and `auto` would begin anew
         "enable_jit_checkpoint": False,  # SIGTERM is answered here: see `Interruptions`
     }
-    # Of the trainer's own arguments those that would be, because loss and figures are its own.
+    # The same of arguments of its own: the model is given, its loss and figures are made here.
     unread = "compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "model_init"
 
     worse: ClassVar[str]
