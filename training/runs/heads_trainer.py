@@ -100,15 +100,19 @@ class HeadsTrainer(TaughtTrainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As transformers', with the parts that have rates of their own in groups. Raises
-        ValueError: the optimiser makes groups itself, and some part has another rate."""
+        ValueError: the optimiser makes groups itself, or is given, and some part has another
+        rate."""
         groups = self._groups() if self.optimizer is None else None
         if groups is not None:
             learnt: Any = self.model
+            given = self.optimizer_cls_and_kwargs
             optimizer_cls, options = self.get_optimizer_cls_and_kwargs(self.args, learnt)
-            if options.keys().isdisjoint(("params", "model", "optimizer_dict")):
+            if given is None and options.keys().isdisjoint(("params", "model", "optimizer_dict")):
                 self.optimizer = optimizer_cls(groups, **options)
             else:
-                one_rate = f"optim {OptimizerNames(self.args.optim).value} gives all parts one rate"
+                optim = f"optim {OptimizerNames(self.args.optim).value}"
+                named = optim if given is None else "optimizer_cls_and_kwargs"
+                one_rate = f"{named} gives all parts one rate"
                 if self.with_adapter:
                     raise ValueError(
                         f"{one_rate}, and an adapter has its own: choose another optim"

@@ -256,3 +256,23 @@ def test_an_optimiser_that_groups_parameters_itself_gives_all_one_rate(
         trainer = JointTrainer(fresh(target), target, model, args, make_rows(4), config=SMALL)
         with pytest.raises(ValueError, match="one rate, and an adapter has its own: choose anoth"):
             trainer.create_optimizer()
+
+
+def test_so_does_an_optimiser_that_is_given_by_its_class(
+    target: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    given: Any = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.5})}
+    args = arguments(tmp_path, learning_rate=None)
+
+    def optimiser(**parts: Any) -> Any:
+        trainer = HeadsTrainer(fresh(target, **parts), target, args, make_rows(4), **given)
+        return trainer.create_optimizer()
+
+    assert isinstance(optimiser(), torch.optim.SGD) and optimiser().param_groups[0]["lr"] == 0.5
+    with pytest.raises(ValueError, match="optimizer_cls_and_kwargs gives all parts one rate: giv"):
+        optimiser(prefix_attention=True)
+    with adapted(target, SMALL) as model:
+        sets = (make_rows(4),)
+        trainer = JointTrainer(fresh(target), target, model, args, *sets, config=SMALL, **given)
+        with pytest.raises(ValueError, match="one rate, and an adapter has its own: choose anoth"):
+            trainer.create_optimizer()
