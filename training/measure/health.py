@@ -56,20 +56,20 @@ class Health(TrainerCallback, ExportableState):
         try:
             self._teacher = Teacher.from_target(target)
         except ValueError:  # how it makes its logits is not known: its text is not judged
-            self._sums_3 = None
+            self._sums: list[float] | None = None
         else:
-            self._sums_3 = torch.zeros(3, device=target.device)
+            self._sums = [0.0] * 3  # of `surprise`, over batches and processes, until it is judged
+        self._nothing_3 = torch.zeros(3, device=target.device)
         self._fell = self._lost = False
         self._read: Callable[[], Tensor | None] = lambda: None
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
-        judged = self._sums_3 is None
-        return {"args": {}, "attributes": {"said": list(self.said), "judged": judged}}
+        return {"args": {}, "attributes": {"said": list(self.said), "sums": self._sums}}
 
     def leave_text_unjudged(self) -> None:
         """The text is nobody's: drawn tokens, to measure steps with."""
-        self._sums_3 = self._teacher = None
+        self._sums = self._teacher = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Go on from a checkpoint: say again what was said."""
@@ -77,8 +77,10 @@ class Health(TrainerCallback, ExportableState):
         before = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         for sentence in before["attributes"]["said"]:
             self.say(sentence, state.is_world_process_zero)
-        if before["attributes"]["judged"]:
+        if (sums := before["attributes"].get("sums")) is None:
             self.leave_text_unjudged()
+        elif self._sums is not None:
+            self._sums = sums
 
     def before_loss(
         self, read: Callable[[], Tensor | None], inputs: Mapping[str, Any], reduce: Any, first: bool
@@ -88,17 +90,20 @@ class Health(TrainerCallback, ExportableState):
         corpus; `reduce` sums over processes, all of which come here together."""
         if not self._lost:  # else it is the batch to look at
             self._read = read
-        if self._sums_3 is None or self._teacher is None:
+        if self._sums is None or self._teacher is None:
             return
         hidden_BTX = None
         with suppress(CacheError):  # whoever makes the loss meets it too
             hidden_BTX = read()
+        sums_3 = self._nothing_3
         if hidden_BTX is not None:
-            self._sums_3 = self._sums_3 + surprise(self._teacher, hidden_BTX, inputs)
-        loss, entropy, count = reduce(self._sums_3, reduction="sum").tolist()
+            sums_3 = surprise(self._teacher, hidden_BTX, inputs)
+        sums_3 = reduce(sums_3, reduction="sum")
+        loss, entropy, count = (a + b for a, b in zip(self._sums, sums_3.tolist(), strict=True))
+        self._sums = [loss, entropy, count]
         if count < _POSITIONS:
             return
-        self._sums_3 = self._teacher = None
+        self._sums = self._teacher = None
         found = surprising(loss / count, entropy / count)
         if found is not None:
             self.say(found, first)

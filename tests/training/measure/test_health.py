@@ -120,6 +120,23 @@ def test_a_run_that_goes_on_keeps_what_was_said(
     assert run(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3")) == [said]
 
 
+def test_a_text_is_judged_from_where_a_stopped_run_had_come_to(
+    learnt: TargetModel, make_rows: Rows, tmp_path: Path
+) -> None:
+    """The sums of the steps before the checkpoint count; nothing had been said there."""
+
+    def run(**more: Any) -> list[str]:
+        args = quick(tmp_path, steps=2, learning_rate=1e-3, save_steps=1)
+        given: dict[str, Any] = {"eval_dataset": make_rows(8), "output_dir": tmp_path / "run"}
+        train_heads(learnt, noise(40), training_args=args, **given, **more)
+        return kept(tmp_path / "run")
+
+    (said,) = run()
+    first = tmp_path / "run" / "checkpoint-1"
+    assert said not in (first / "trainer_state.json").read_text()
+    assert run(resume_from_checkpoint=str(first)) == [said]
+
+
 def test_the_loss_and_the_entropy_are_the_targets_own(learnt: TargetModel, make_rows: Rows) -> None:
     ids_BT = torch.tensor(make_rows(3)["input_ids"])
     labels_BT = ids_BT.clone()
