@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from medusa_heads.inference.acceptance.base import greediest, is_penalty, warp
+from medusa_heads.inference.acceptance.narrowed import LEFT_OUT, Narrowed
 from medusa_heads.inference.engine.noise import NoiseOnDevice
 from medusa_heads.machine.devices import has_float64
 from medusa_heads.trees.tree import TokenTree
@@ -102,11 +103,13 @@ def draw_all(
     """The target's next token [B, N] behind every node, by processors on the device; the likeliest
     where there is no noise. NO_TOKEN where the processed scores are no distribution. `seen_BV`
     tells which tokens are in each row's text, where any processor asks, and in one more column
-    whether ids beyond the vocabulary are.
+    whether ids beyond the vocabulary are. LEFT_OUT behind nodes that no path is to go through.
     """
     if noise is None and not processors:
         return greediest(logits_BNV)
     seen_RV = None if seen_BV is None else _seen_behind(tree, seen_BV).flatten(0, 1)
+    if noise is not None and (narrowed := Narrowed.of(processors, *logits_BNV.shape)):
+        return narrowed.draw_all(logits_BNV, tree.depth_BN, noise, seen_RV)
     scores_BNV = warp(processors, seen_RV, logits_BNV.float().flatten(0, 1)).view_as(logits_BNV)
     if noise is None:
         return scores_BNV.argmax(dim=-1)
@@ -132,6 +135,7 @@ def deepest_path(tree: TokenTree, drawn_BN: Tensor, levels: int) -> DeepestPath:
     """Where all nodes were verified, and `drawn_BN` is the target's next token behind each. Of
     siblings no two carry one token, and no node but the first is a root."""
     right_BN = tree.tokens_BN == drawn_BN.gather(1, tree.parents_BN.clamp_min(0))
+    right_BN = right_BN & (drawn_BN != LEFT_OUT)
     right_BN = right_BN | (tree.depth_BN == 0)
     reached_BN = ~(~right_BN[:, None] & tree.ancestors_BNN).any(dim=-1)
     depth_B1, last_B1 = tree.depth_BN.where(reached_BN, -1).max(dim=1, keepdim=True)

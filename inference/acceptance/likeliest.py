@@ -29,14 +29,14 @@ _ORDER = (
     known.TopPLogitsWarper,
     known.MinPLogitsWarper,
 )
-_FEW = 64
+FEW = 64
 _MANY = 256  # where no top_k says how many are left
 _MOST = 512  # beyond which all tokens are hardly more work
-_CLOSE = 1e-4  # of what is closer, rounding in fp32 may decide
-_SUMMED = 1e-8  # for each token more of a sum in fp32, which takes those of one lane in turn
+CLOSE = 1e-4  # of what is closer, rounding in fp32 may decide
+SUMMED = 1e-8  # for each token more of a sum in fp32, which takes those of one lane in turn
 _MILD = 1e30  # times or by which a temperature leaves fp32 its digits
 _HIGHEST = 300.0  # of scores, in which fp32 rounds by less
-_LOWEST = -60.0  # below the highest, which no noise makes up for
+LOWEST = -60.0  # below the highest, which no noise makes up for
 _UNLUCKY = 6.8  # a draw of the exponential law, beyond which fp32 knows it by few digits
 # Tokens of the vocabulary for each one that is looked at, from which on that is less work: than
 # for a row alone, for several at once, and if these are sorted.
@@ -67,25 +67,16 @@ class Likeliest:
         self._top_p = None if top_p is None else top_p.top_p
         # Of the scores that min_p leaves, the highest being 0.
         self._least = math.log(min_p.min_p) if min_p is not None and min_p.min_p else -math.inf
-        self._count = _MANY if top_k is None else max(_FEW, 2 * top_k.top_k)
+        self._count = _MANY if top_k is None else max(FEW, 2 * top_k.top_k)
 
     @classmethod
     def of(cls, processors: LogitsProcessorList) -> Likeliest | None:
         """None where these are others, or leave many tokens."""
-        first = next((i for i, each in enumerate(processors) if type(each) in _ORDER), 0)
-        before, last = map(LogitsProcessorList, (processors[:first], processors[first:]))
-        kinds = [type(each) for each in last]
-        limits: list[Any] = [each for each in last if type(each) in _ORDER[1:]]
-        serves = (
-            look_at_one_row(before)
-            and kinds == [kind for kind in _ORDER if kind in kinds]
-            and bool(limits)
-            and all(each.filter_value == -math.inf for each in limits)
-            and all(getattr(each, "min_tokens_to_keep", 1) == 1 for each in limits)
-            and all(2 * getattr(each, "top_k", 0) <= _MOST for each in limits)
-            and all(1 / _MILD < getattr(each, "temperature", 1) < _MILD for each in last)
-        )
-        return cls(before, last) if serves else None
+        split = limits_among(processors)
+        if split is None or not look_at_one_row(split[0]):
+            return None
+        mild = all(1 / _MILD < getattr(each, "temperature", 1) < _MILD for each in split[1])
+        return cls(*split) if mild else None
 
     def pays(self, rows: int, vocab: int) -> bool:
         """Whether to draw for so many rows so is less work than among all tokens, as far as known;
@@ -107,10 +98,10 @@ class Likeliest:
             )
         highest_WC, tokens_WC = logits_WV.topk(self._count, dim=-1)
         totals: Sequence[float | None] = [None] * len(rows)
-        close = _CLOSE
+        close = CLOSE
         if self._top_p is not None and self._top_k is None:
             totals = self._totals(logits_WV)
-            close += _SUMMED * logits_WV.shape[1]
+            close += SUMMED * logits_WV.shape[1]
         likeliest = zip(rows, highest_WC.tolist(), tokens_WC.tolist(), totals, strict=True)
         drawn = [
             self._draw(noise.luck(row), highest, tokens, total, close)
@@ -138,7 +129,7 @@ class Likeliest:
         left = len(scores)  # at least; certainty is asked of the drawn one alone
         if self._top_k is not None:
             left = bisect_right(highest, -highest[self._top_k - 1], key=neg)
-            if left == len(scores) or scores[left - 1] - scores[left] < _CLOSE:
+            if left == len(scores) or scores[left - 1] - scores[left] < CLOSE:
                 return None
         weights = [math.exp(score) for score in scores[:left]]
         if self._top_p is not None:
@@ -146,7 +137,7 @@ class Likeliest:
             so_far = list(accumulate(weights))
             left = min(left, bisect_right(so_far, (self._top_p + close) * total) + 1)
             left = _as_likely(scores, left - 1, len(weights))
-        left = min(left, bisect_right(scores, -max(self._least - _CLOSE, _LOWEST), key=neg))
+        left = min(left, bisect_right(scores, -max(self._least - CLOSE, LOWEST), key=neg))
         if left == len(scores):
             return None
         place, first, second = 0, math.inf, math.inf
@@ -156,13 +147,13 @@ class Likeliest:
                 place, first, second = i, time, first
             elif time < second:
                 second = time
-        if left > 1 and not (second > first * (1 + _CLOSE) and first * weights[place] < _UNLUCKY):
+        if left > 1 and not (second > first * (1 + CLOSE) and first * weights[place] < _UNLUCKY):
             return None
         if self._top_p is not None:
             likelier = so_far[_as_likely(scores, place, len(weights)) - 1] - weights[place]
             if likelier > (self._top_p - close) * total:
                 return None
-        if scores[place] < self._least + _CLOSE:
+        if scores[place] < self._least + CLOSE:
             return None
         return tokens[place]
 
@@ -170,4 +161,23 @@ class Likeliest:
 def _as_likely(scores: list[float], place: int, end: int) -> int:
     """The end of those that may be sorted before this one: rounding can make unequal scores equal,
     and equal ones have no order."""
-    return bisect_right(scores, -(scores[place] - _CLOSE), key=neg, hi=end)
+    return bisect_right(scores, -(scores[place] - CLOSE), key=neg, hi=end)
+
+
+def limits_among(
+    processors: LogitsProcessorList,
+) -> tuple[LogitsProcessorList, LogitsProcessorList] | None:
+    """What runs first, and then temperature, top_k, top_p and min_p. None where these are others,
+    or leave many tokens."""
+    first = next((i for i, each in enumerate(processors) if type(each) in _ORDER), 0)
+    before, last = map(LogitsProcessorList, (processors[:first], processors[first:]))
+    kinds = [type(each) for each in last]
+    limits: list[Any] = [each for each in last if type(each) in _ORDER[1:]]
+    serves = (
+        kinds == [kind for kind in _ORDER if kind in kinds]
+        and bool(limits)
+        and all(each.filter_value == -math.inf for each in limits)
+        and all(getattr(each, "min_tokens_to_keep", 1) == 1 for each in limits)
+        and all(2 * getattr(each, "top_k", 0) <= _MOST for each in limits)
+    )
+    return (before, last) if serves else None

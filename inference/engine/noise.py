@@ -136,10 +136,17 @@ class NoiseOnDevice(Noise):
         numbers_BF = torch.stack([self._written_B + far for far in ahead], dim=1)
         return _counted(self._keys_B, numbers_BF, tokens_BFC)
 
+    def of_some(self, rows_K: Tensor) -> NoiseOnDevice:
+        """That of these rows; of one several times, where it is named so."""
+        return NoiseOnDevice(self._keys_B[rows_K], self._written_B[rows_K], self._every_V)
+
+    def behind(self, depth_BN: Tensor, tokens_BNC: Tensor) -> Tensor:
+        """Of tokens behind every node, [B, N, C]."""
+        return _counted(self._keys_B, self._written_B[:, None] + depth_BN, tokens_BNC)
+
     def draw_all(self, scores_BNV: Tensor, depth_BN: Tensor) -> Tensor:
         """What `draw` draws behind every node, [B, N]."""
-        numbers_BN = self._written_B[:, None] + depth_BN
-        noise_BNV = _counted(self._keys_B, numbers_BN, self._every_V.expand_as(scores_BNV))
+        noise_BNV = self.behind(depth_BN, self._every_V.expand_as(scores_BNV))
         near_0_BNV = scores_BNV - scores_BNV.amax(dim=-1, keepdim=True)
         noisiest_BN, tokens_BN = (noise_BNV + near_0_BNV).max(dim=-1)
         return _if_known(tokens_BN, noisiest_BN)

@@ -79,7 +79,7 @@ def test_limits_that_are_not_kept_are_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("processors", CHAINS)
 def test_rounding_decides_nothing(processors: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(likeliest, "_CLOSE", 1e3)
+    monkeypatch.setattr(likeliest, "CLOSE", 1e3)
     assert both(processors, some_logits(2), 0)[0][0] is None
 
 
