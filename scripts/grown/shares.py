@@ -34,6 +34,7 @@ from medusa_heads.trees.tree import TreeShape
 from scripts.grown.model import grown_medusa, prompts_of
 from scripts.measure.written import write_report
 
+_TOLD = ("shape", "dtype", "compile", "nodes", "temperature", "top_p")
 _WARM_UP, _TEXTS, _FORWARDS, _KERNELS = 3, 3, 20, 12  # of each: texts, texts, calls, rows to show
 
 
@@ -50,6 +51,8 @@ class Arguments:
     trees: list[str] | None = flag(None, "by default static, of as many nodes, and auto")
     prompt_length: int = flag(64, "tokens in each prompt")
     new_tokens: int = flag(128, "tokens after each prompt")
+    temperature: float = flag(0.0, "of text that is drawn; 0 for greedy text")
+    top_p: float = flag(1.0, "of text that is drawn")
     device: str | None = flag(None, "such as cuda")
     output: str = flag("runs/shares.json", "the numbers")
 
@@ -68,7 +71,7 @@ def write(arguments: Arguments) -> None:
     target.generation_config.eos_token_id = None  # texts of one length
     count = max(arguments.batch_sizes) * 2 + _WARM_UP + _TEXTS
     prompts = prompts_of(arguments.heads, count, arguments.prompt_length)
-    told = {name: getattr(arguments, name) for name in ("shape", "dtype", "compile", "nodes")}
+    told = {name: getattr(arguments, name) for name in _TOLD}
     steps: list[dict[str, Any]] = []
     report = told | {"machine": machine, "steps": steps}
     for rows in arguments.batch_sizes:
@@ -93,7 +96,7 @@ def of_steps(
     began, seconds, tokens = time.perf_counter(), [], []
     for turn in range(_WARM_UP + _TEXTS):
         among = [prompts[(turn * rows + i) % len(prompts)] for i in range(rows)]
-        generate(model, arguments.new_tokens, among)
+        generate(model, arguments, arguments.new_tokens, among)
         stats = model.last_stats
         if "step" not in stats.seconds:
             raise ValueError("steps cannot be recorded here, as a warning says")
@@ -105,7 +108,7 @@ def of_steps(
     context = arguments.prompt_length + arguments.new_tokens // 2
     slots = arguments.prompt_length + arguments.new_tokens + model.drafter.num_nodes
     forward, of_one = (forward_seconds(target, rows, count, context, slots) for count in (nodes, 1))
-    kernels = profiled(model, arguments.new_tokens, prompts[:rows])
+    kernels = profiled(model, arguments, prompts[:rows])
     return {
         "rows": rows,
         "tree": tree,
@@ -121,23 +124,31 @@ def of_steps(
     }
 
 
-def generate(model: MedusaModel, new_tokens: int, prompts: list[list[int]]) -> None:
-    """Decode greedily."""
+def generate(
+    model: MedusaModel, arguments: Arguments, new_tokens: int, prompts: list[list[int]]
+) -> None:
+    """Decode as the flags say."""
     ids = torch.tensor(prompts, device=model.target.device)
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+    if arguments.temperature:
+        drawn = {"temperature": arguments.temperature, "top_p": arguments.top_p}
+        options |= {"do_sample": True, **drawn}
     model.generate(ids, attention_mask=torch.ones_like(ids), **options)
 
 
-def profiled(model: MedusaModel, new_tokens: int, prompts: list[list[int]]) -> list[dict[str, Any]]:
+def profiled(
+    model: MedusaModel, arguments: Arguments, prompts: list[list[int]]
+) -> list[dict[str, Any]]:
     """Of a step, which kernels take how many microseconds, the slowest first: what a text takes
     more than its first tokens do, so that its prompt is left out."""
     on_gpu = model.target.device.type == "cuda"
     spent = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     found, steps = defaultdict[str, list[float]](lambda: [0.0, 0.0]), 0
+    new_tokens = arguments.new_tokens
     for sign, tokens in ((-1, max(new_tokens // 4, 1)), (1, new_tokens)):
         kinds = [ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
         with profile(activities=kinds) as seen:
-            generate(model, tokens, prompts)
+            generate(model, arguments, tokens, prompts)
         steps += sign * model.last_stats.forwards
         for event in seen.key_averages():
             of_name = found[event.key]

@@ -16,13 +16,17 @@ QUICK = ["--shape", "own", "--dtype", "float32", "--compile", "capture", "--new_
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("drawn", [[], ["--temperature", "0.7", "--top_p", "0.9"]])
 def test_steps_and_forwards(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    drawn: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for count in ("_WARM_UP", "_TEXTS", "_FORWARDS"):
         monkeypatch.setattr(shares, count, 1)
     output = tmp_path / "shares.json"
-    flags = ["--nodes", "4", "--batch_sizes", "2", "--output", str(output)]
+    flags = ["--nodes", "4", "--batch_sizes", "2", "--output", str(output), *drawn]
     assert main([*QUICK, *flags]) == 0
     report = json.loads(output.read_text())
     assert [(row["rows"], row["tree"]) for row in report["steps"]] == [
