@@ -17,8 +17,8 @@ heads or a drafter with +corpus, before both: continues the corpus that was give
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from medusa_heads.checkpoint.draft_checkpoint import check_vocabulary
@@ -64,24 +64,23 @@ class Models:
     drafts: tuple[TargetModel, ...] = ()
     corpus: CorpusIndex | None = None
 
-    @cached_property
-    def usual(self) -> TargetModel:
-        """The target for all methods that are told nothing: as it is, or its steps recorded."""
-        return usual_target(self.target)
+    _runs: dict[str, TargetModel] = field(default_factory=dict, init=False)
 
-    @cached_property
-    def compiled(self) -> CompiledTarget:
-        """The target for all methods that compile it: trees of one size share a graph."""
-        return CompiledTarget(self.target.model)
+    def run_as(self, compiled: str) -> TargetModel:
+        """The target for all methods with this end, which share what is compiled or recorded of it:
+        trees of one size are a graph."""
+        if compiled not in self._runs:
+            self._runs[compiled] = _RUNS[compiled](self.target)
+        return self._runs[compiled]
 
-    @cached_property
-    def in_steps(self) -> CompiledTarget:
-        return CompiledTarget(self.target.model, whole_steps=True)
 
-    @cached_property
-    def in_kernels(self) -> TargetModel:
-        """The same for those whose steps are recorded with fewer kernels."""
-        return compiled_target(self.target, "kernels", "inductor")
+# How a target is run by the end of a method's name; where it says nothing, as it is, or recorded.
+_RUNS: dict[str, Callable[[TargetModel], TargetModel]] = {
+    "": usual_target,
+    COMPILE: lambda target: CompiledTarget(target.model),
+    STEPS: lambda target: CompiledTarget(target.model, whole_steps=True),
+    KERNELS: lambda target: compiled_target(target, "kernels", "inductor"),
+}
 
 
 class _Parts(NamedTuple):
@@ -195,15 +194,8 @@ def make_method(name: str, models: Models, *, most_tokens: int) -> Method:
         generate = partial(plain, **_PLAINLY[name](models, most_tokens))
         return Method(name, generate, one_row=name not in PLAIN_METHODS, compiled=name == COMPILED)
     parts = _parts(name)
-    if parts.kind.startswith("early_exit"):
-        target = models.target
-    else:
-        targets: dict[str, Callable[[], TargetModel]] = {
-            COMPILE: lambda: models.compiled,
-            STEPS: lambda: models.in_steps,
-            KERNELS: lambda: models.in_kernels,
-        }
-        target = targets.get(parts.compiled, lambda: models.usual)()
+    exits = parts.kind.startswith("early_exit")
+    target = models.target if exits else models.run_as(parts.compiled)
     corpus = models.corpus if parts.corpus else None
     model: AssistedModel
     if parts.kind in _TREED:
