@@ -182,7 +182,8 @@ def rivals(
     query_BHNX = numbers(batch, tokens, heads, width).transpose(1, 2)
     used = max(int(in_use * slots) - _ODD, 1)
     of_one = batch * shared * (width + wide) * query_BHNX.element_size()
-    held = 2 * getattr(_properties(device), "L2_cache_size", _HELD)
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    held = 2 * getattr(properties, "L2_cache_size", _HELD)
     count = min(max(held // (of_one * used), 1), max(_MOST_BYTES // (of_one * slots), 1))
     layers = [
         (numbers(batch, shared, slots, width), numbers(batch, shared, slots, wide))
@@ -205,10 +206,6 @@ def rivals(
         return attention_of_words(query_BHNX, key_BGSX, value_BGSY, words_BU, None)
 
     return usual, split, layers
-
-
-def _properties(device: torch.device) -> Any:
-    return torch.cuda.get_device_properties(device) if device.type == "cuda" else None
 
 
 def replayed(

@@ -32,12 +32,14 @@ def check_words(given: Mapping[str, Any], hints: Mapping[str, Any], known: type)
 
 def check_usable(args: TrainingArguments) -> None:
     """Raises ValueError: a field, or some together, cannot be used; or no run can train here."""
+    from transformers.training_args import trainer_log_levels
+
     _check_torch()
     for name in ("eval_accumulation_steps", "dataloader_prefetch_factor"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"training_args: {name} must be at least 1, got {value}")
-    one_of(args, "log_level", _log_levels())
-    one_of(args, "log_level_replica", _log_levels())
+    for name in ("log_level", "log_level_replica"):
+        one_of(args, name, [*trainer_log_levels])
     if args.fp16 and args.device.type == "cpu":
         raise ValueError(
             "training_args: fp16 would change nothing on a CPU, on which this run computes: leave "
@@ -58,12 +60,6 @@ def _check_torch() -> None:
             "this torch was built without torch.distributed, and nothing can be trained with it: "
             "install a build that has it, as those of PyPI do"
         )
-
-
-def _log_levels() -> list[str]:
-    from transformers.training_args import trainer_log_levels
-
-    return [*trainer_log_levels]
 
 
 def _check_loader(args: TrainingArguments) -> None:
