@@ -81,9 +81,11 @@ class Narrowed:
         near_RC = scores_RC - scores_RC[:, :1]
         weights_RC = near_RC.exp()
         may_RC = near_RC > LOWEST  # below, no noise makes up for it
+        sure_R1 = scores_RC[:, :1].isfinite()
         if self._top_k is not None:
             may_RC &= scores_RC >= scores_RC[:, self._top_k.top_k - 1, None]
             weights_RC = weights_RC.where(may_RC, 0.0)
+            sure_R1 &= ~may_RC[:, -1:]  # else top_k leaves more, and these count for top_p
         close, total_R1 = CLOSE, weights_RC.sum(dim=-1, keepdim=True)
         if self._top_p is not None:
             if self._top_k is None:
@@ -91,23 +93,22 @@ class Narrowed:
                 total_R1 = (scores_RV - scores_RC[:, :1]).exp().sum(dim=-1, keepdim=True)
             likelier_RC = weights_RC.cumsum(dim=-1) - weights_RC
             within_RC = likelier_RC < (self._top_p.top_p + close) * total_R1
-            last_R1 = near_RC.where(within_RC, 0.0).amin(dim=-1, keepdim=True)
-            may_RC &= near_RC >= last_R1 - CLOSE
+            last_R1 = weights_RC.where(within_RC, 1.0).amin(dim=-1, keepdim=True)
+            may_RC &= weights_RC >= last_R1 * (1 - CLOSE)
         if self._min_p is not None:
-            least = torch.as_tensor(self._min_p.min_p, device=near_RC.device).log()
-            may_RC &= near_RC >= least - CLOSE
+            may_RC &= weights_RC >= self._min_p.min_p * (1 - CLOSE)
         noise_BNC = noise.behind(depth_BN, tokens_RC.view(batch, nodes, -1))
         noisy_RC = (noise_BNC.flatten(0, 1) + near_RC).where(may_RC, -torch.inf)
-        place_R1 = noisy_RC.argmax(dim=-1, keepdim=True)
-        near_R1 = near_RC.gather(1, place_R1)
-        sure_R1 = ~may_RC[:, -1:] & scores_RC[:, :1].isfinite()
+        noisiest_R1, place_R1 = noisy_RC.max(dim=-1, keepdim=True)
+        as_noisy_RC = noisy_RC > noisiest_R1 - CLOSE
+        sure_R1 &= ~may_RC[:, -1:] & (as_noisy_RC.sum(dim=-1, keepdim=True) == 1)
+        weight_R1 = weights_RC.gather(1, place_R1)
         if self._top_p is not None:
-            as_likely_RC = near_RC >= near_R1 - CLOSE
-            likelier_R1 = weights_RC.where(as_likely_RC, 0.0).sum(dim=-1, keepdim=True)
-            likelier_R1 = likelier_R1 - weights_RC.gather(1, place_R1)
-            sure_R1 = sure_R1 & (likelier_R1 <= (self._top_p.top_p - close) * total_R1)
+            as_likely_RC = weights_RC >= weight_R1 * (1 - CLOSE)
+            likelier_R1 = weights_RC.where(as_likely_RC, 0.0).sum(dim=-1, keepdim=True) - weight_R1
+            sure_R1 &= likelier_R1 <= (self._top_p.top_p - close) * total_R1
         if self._min_p is not None:
-            sure_R1 = sure_R1 & (near_R1 >= least + CLOSE)
+            sure_R1 &= weight_R1 >= self._min_p.min_p * (1 + CLOSE)
         drawn_R1 = tokens_RC.gather(1, place_R1).where(sure_R1, LEFT_OUT)
         order_R = depth_BN.flatten() + _LATER * sure_R1[:, 0]
         whole_K = order_R.topk(_whole(batch, nodes), largest=False).indices

@@ -114,6 +114,35 @@ def test_what_is_not_sure_is_looked_at_as_a_whole(what: str) -> None:
         assert int(known_BN.sum()) == ROWS + max(2, known_BN.numel() // 16)
 
 
+def test_more_equal_scores_than_are_looked_at() -> None:
+    """Of those that top_k leaves, top_p could not tell how likely all together are."""
+    logits_BNV = torch.full((ROWS, SHAPE.num_nodes, VOCAB), -50.0)
+    logits_BNV[..., :10] = 0.0
+    logits_BNV[..., 100:190] = -1.0
+    limits = [TopKLogitsWarper(20), TopPLogitsWarper(0.31)]
+    few_BN, all_BN = drawn(tree_of(ROWS), logits_BNV, limits)
+    known_BN = few_BN != LEFT_OUT
+    assert torch.equal(few_BN[known_BN], all_BN[known_BN])
+    assert int(known_BN.sum()) == ROWS + max(2, known_BN.numel() // 16)
+
+
+def test_with_noise_two_scores_are_equal() -> None:
+    """Then the first of all tokens is drawn, which may be the second of the likeliest."""
+    tree, every_V, tied = tree_of(ROWS), torch.arange(VOCAB), 0
+    every_BNV = every_V.expand(ROWS, SHAPE.num_nodes, -1)
+    for seed in range(20):
+        noise_BNV = noise_of(ROWS, VOCAB, seed).behind(tree.depth_BN, every_BNV)
+        logits_BNV = -20.0 - 0.01 * every_BNV
+        logits_BNV[..., 5] = less_BN = noise_BNV[..., 9] - noise_BNV[..., 5]
+        logits_BNV[..., 9] = 0.0
+        tied_BN = (less_BN < 0) & (noise_BNV[..., 5] + less_BN == noise_BNV[..., 9])
+        few_BN, all_BN = drawn(tree, logits_BNV, SETTINGS["top_k"][1:], seed)
+        known_BN = few_BN != LEFT_OUT
+        assert torch.equal(few_BN[known_BN], all_BN[known_BN])
+        tied += int(tied_BN.sum())
+    assert tied > 100
+
+
 def test_no_path_goes_through_what_was_left_out() -> None:
     """It ends with the token of that node, which the one before it has drawn."""
     shape = chain_shape(5)
@@ -168,15 +197,16 @@ def test_planted_drafts_of_drawn_text(
     assert not torch.equal(text(medusa, inputs, **SAMPLING), expected)
 
 
+@pytest.mark.parametrize("min_p", [0.01, 1], ids=str)  # of which the second is the host's
 @pytest.mark.usefixtures("small_caches")
 def test_the_host_is_asked_nothing_more(
-    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+    min_p: float, tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     medusa, asked = with_heads(tiny_llama(num_layers=1).to(DEVICE)), []
     for times in (1, 1 << 20):  # narrowed, and not
         monkeypatch.setattr(narrowed, "_TIMES", times)
         with medusa.target.uncompiled():  # type: ignore[attr-defined]
-            asked.append(per_step(medusa, 2, 9, **SAMPLING, min_p=0.01))
+            asked.append(per_step(medusa, 2, 9, **SAMPLING, min_p=min_p))
     assert asked[0] == asked[1]
 
 
