@@ -60,6 +60,11 @@ def look_at_tokens_alone(processors: LogitsProcessorList, rows: Sequence[Row]) -
     return all(ignored(each, row) < row.length for each in penalties for row in rows)
 
 
+def leaves_all(processor: Any) -> bool:
+    """Whether it changes no score: transformers makes one of `min_p=0` as well."""
+    return type(processor) is known.MinPLogitsWarper and processor.min_p == 0
+
+
 def is_penalty(processor: Any) -> bool:
     return type(processor) is known.RepetitionPenaltyLogitsProcessor
 

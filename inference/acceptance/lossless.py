@@ -16,6 +16,7 @@ from medusa_heads.inference.acceptance.base import (
     RowProcessors,
     Settings,
     greediest,
+    leaves_all,
     look_at_scores_alone,
     look_at_tokens_alone,
     row_processors,
@@ -45,7 +46,7 @@ class SampleThenMatch:
     Processors are run on walked nodes only.
 
     Attributes:
-        processors: transformers' logits processors and warpers.
+        processors: transformers' logits processors and warpers that do not leave all tokens.
     """
 
     lossless = True
@@ -53,6 +54,7 @@ class SampleThenMatch:
     noise: Noise | None = None
 
     def __init__(self, processors: LogitsProcessorList, do_sample: bool) -> None:
+        processors = LogitsProcessorList(each for each in processors if not leaves_all(each))
         self.processors = processors
         self._do_sample = do_sample
         self._at_once = look_at_scores_alone(processors)

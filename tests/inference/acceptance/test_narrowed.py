@@ -15,7 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from medusa_heads.inference.acceptance import at_once, narrowed
+from medusa_heads.inference.acceptance import SampleThenMatch, at_once, narrowed
 from medusa_heads.inference.acceptance.at_once import ProcessorsOnDevice, deepest_path, draw_all
 from medusa_heads.inference.acceptance.narrowed import LEFT_OUT, Narrowed
 from medusa_heads.inference.engine.noise import NO_TOKEN, Noise, NoiseOnDevice
@@ -215,3 +215,11 @@ def test_it_is_a_part_of_the_graph(tiny_llama: TinyLlama, monkeypatch: pytest.Mo
     monkeypatch.setattr(narrowed, "_TIMES", 1)
     medusa = with_heads(tiny_llama(num_layers=1).to(DEVICE))
     assert graphs_of(medusa, 2, 20, **SAMPLING, min_p=0.01) == (True, 1, 0)
+
+
+def test_what_leaves_all_tokens_is_no_limit() -> None:
+    """Of min_p=0 too transformers makes a processor, behind which no node would be sure."""
+    warm, nothing, little = TemperatureLogitsWarper(0.7), MinPLogitsWarper(0), MinPLogitsWarper(0.1)
+    rule = SampleThenMatch(LogitsProcessorList([warm, nothing, little]), do_sample=True)
+    assert [*rule.processors] == [warm, little]
+    assert Narrowed.of(rule.processors, ROWS, SHAPE.num_nodes, 1 << 17) is not None
