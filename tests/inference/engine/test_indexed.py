@@ -54,7 +54,7 @@ def test_planted_drafts_are_token_equal(kind: str) -> None:
     choices = BUSHY if VERIFIES[kind] == "tree" else CHAIN
     drawn = {"do_sample": True, "temperature": 1.3}
     for how in (dict[str, Any](), drawn) if kind in DRAWN else ({},):
-        options = {"max_new_tokens": 32, **how}
+        options = {"max_new_tokens": 20, **how}
         expected = written(target.model, inputs, **options)
         got, stats = planted(target, inputs, expected, choices=choices, **options)
         assert torch.equal(got, expected)
@@ -106,11 +106,11 @@ def test_what_is_kept_wrongly_is_noticed_in_the_text(
 ) -> None:
     """Negative controls of the tests above."""
     target, inputs = tiny_target(kind), prompt()
-    expected = written(target.model, inputs, max_new_tokens=32)
+    expected = written(target.model, inputs, max_new_tokens=20)
     choices = BUSHY if capability(target) == "tree" else CHAIN
     fault(monkeypatch)
     try:
-        got, _ = planted(target, inputs, expected, choices=choices, max_new_tokens=32)
+        got, _ = planted(target, inputs, expected, choices=choices, max_new_tokens=20)
     except (IndexError, RuntimeError, ValueError):  # rows and index keys of unequal numbers
         assert fault is not_dropped
     else:

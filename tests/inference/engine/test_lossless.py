@@ -33,7 +33,7 @@ from tests.pairs import alternately, with_slow
 
 VOCAB = 199
 PROMPT = 21
-NEW = 28
+NEW = 18
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,

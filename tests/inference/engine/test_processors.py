@@ -21,7 +21,7 @@ from tests.inference.processor_kinds import VOCAB, EverySecondCall, Matcher, kin
 from tests.pairs import alternately
 
 PROMPT = 12
-NEW = 24
+NEW = 16
 BATCHES = [1, 2, 4]
 KINDS = kinds(DEVICE)
 

@@ -43,7 +43,7 @@ def test_the_words_for_drafts(pair: tuple[Any, Any], tree: str, nodes: int) -> N
     target, draft = pair
     model = DraftedModel(target, draft, tree=tree)
     assert isinstance(model, AssistedModel) and model.drafter.num_nodes == nodes
-    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 30}
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 18}
     expected = target.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **settings)
     got = model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **settings)
     assert isinstance(got, torch.Tensor) and torch.equal(got, expected)
@@ -120,8 +120,8 @@ def test_several_folders_must_draft_for_one_target(pair: tuple[Any, Any], tmp_pa
     beside = DraftedModel.from_pretrained([folders[0], tmp_path / "other"], tree="chain:2")
     told = DraftedModel.from_pretrained(folders, target=tmp_path / "other", tree="chain:2")
     for model in (beside, told):
-        expected = target.generate(PROMPT, do_sample=False, max_new_tokens=40)
-        got = model.generate(PROMPT, do_sample=False, max_new_tokens=40)
+        expected = target.generate(PROMPT, do_sample=False, max_new_tokens=24)
+        got = model.generate(PROMPT, do_sample=False, max_new_tokens=24)
         assert isinstance(got, torch.Tensor) and torch.equal(got, expected)
         assert sum(model.draft_steps) > 0
 
@@ -158,7 +158,7 @@ def test_a_damaged_story_of_a_draft_model(content: str, sentence: str, tmp_path:
 def test_sampling_with_the_same_seed_gives_the_same_text(pair: tuple[Any, Any]) -> None:
     target, draft = pair
     model = DraftedModel(target, draft, tree="chain", rng="transformers")
-    settings: dict[str, Any] = {"do_sample": True, "temperature": 0.5, "max_new_tokens": 40}
+    settings: dict[str, Any] = {"do_sample": True, "temperature": 0.5, "max_new_tokens": 24}
     torch.manual_seed(3)
     expected = target.generate(PROMPT, **settings)
     torch.manual_seed(3)
@@ -174,7 +174,7 @@ def test_a_compiled_target_reads_the_same_drafts(pair: tuple[Any, Any]) -> None:
     ids_BT = torch.randint(1, 199, (3, 9), generator=torch.Generator().manual_seed(1))
     settings: dict[str, Any] = {
         "do_sample": False,
-        "max_new_tokens": 30,
+        "max_new_tokens": 18,
         "eos_token_id": list(range(3, 30)),
         "pad_token_id": 0,
         "attention_mask": torch.ones_like(ids_BT),

@@ -97,7 +97,7 @@ def goes_on(
     late = LATE | {"compile_backend": backend}
     model = model.to(DEVICE)
     given = padded(PADDING[:rows], 8)
-    options = {"max_new_tokens": 60, "do_sample": rows == 1, "temperature": 0.5}
+    options = {"max_new_tokens": 40, "do_sample": rows == 1, "temperature": 0.5}
     torch.manual_seed(3)
     expected_BT = model.generate(**given, **options)
     if drafter in ("static:7", "prefix", "block"):
@@ -157,7 +157,7 @@ def test_nothing_is_compiled_before_it_pays(
 ) -> None:
     monkeypatch.setattr(late_compiling, "_SECONDS", 1e6)
     drafted = TrainingFreeModel(tiny_llama(vocab_size=24).to(DEVICE), "auto", **LATE)
-    drafted.generate(torch.tensor([[5, 6, 7]], device=DEVICE), max_new_tokens=60)
+    drafted.generate(torch.tensor([[5, 6, 7]], device=DEVICE), max_new_tokens=40)
     assert not steps_by_view["compiled"]
 
 
@@ -169,10 +169,10 @@ def test_what_saves_nothing_is_kept_and_not_tried_again(
     monkeypatch.setattr(late_compiling, "median", lambda _: 0.9)  # too little for many sizes
     model: Any = tiny_llama(num_layers=1, vocab_size=24).to(DEVICE)
     ids_BT = torch.tensor([[5, 6, 7]], device=DEVICE)
-    expected_BT: Any = model.generate(ids_BT, max_new_tokens=60)
+    expected_BT: Any = model.generate(ids_BT, max_new_tokens=40)
     for _ in range(2):  # the second one reads what the first one kept
         drafted: Any = TrainingFreeModel(model, "auto", **LATE)
-        assert drafted.generate(ids_BT, max_new_tokens=60).tolist() == expected_BT.tolist()
+        assert drafted.generate(ids_BT, max_new_tokens=40).tolist() == expected_BT.tolist()
         tried = steps_by_view["compiled"]
     assert 0 < tried <= 1 + late_compiling._ROUNDS
 
@@ -193,11 +193,11 @@ def test_without_a_compiler_decoding_goes_on(
 
     model: Any = tiny_llama(num_layers=1, vocab_size=24).to(DEVICE)
     ids_BT = torch.tensor([[5, 6, 7]], device=DEVICE)
-    expected_BT: Any = model.generate(ids_BT, max_new_tokens=60)
+    expected_BT: Any = model.generate(ids_BT, max_new_tokens=40)
     drafted: Any = TrainingFreeModel(model, drafter, compile=compile, compile_backend=broken)
     with pytest.warns(MedusaWarning, match="goes on without torch.compile") as said:
         for _ in range(2):
-            assert drafted.generate(ids_BT, max_new_tokens=60).tolist() == expected_BT.tolist()
+            assert drafted.generate(ids_BT, max_new_tokens=40).tolist() == expected_BT.tolist()
     assert sum("goes on without" in str(each.message) for each in said) == 1
 
 
@@ -215,15 +215,15 @@ def test_without_memory_for_a_second_cache_decoding_goes_on(
     make = CompiledTarget.new_cache
     model: Any = tiny_llama(vocab_size=24).to(DEVICE)
     ids_BT = torch.tensor([[5, 6, 7]], device=DEVICE)
-    expected_BT: Any = model.generate(ids_BT, max_new_tokens=60)
+    expected_BT: Any = model.generate(ids_BT, max_new_tokens=40)
     drafted: Any = TrainingFreeModel(model, "auto", **LATE)
     monkeypatch.setattr(CompiledTarget, "new_cache", full)
     with pytest.warns(MedusaWarning, match="failed: no room for it$"):
-        assert drafted.generate(ids_BT, max_new_tokens=60).tolist() == expected_BT.tolist()
+        assert drafted.generate(ids_BT, max_new_tokens=40).tolist() == expected_BT.tolist()
     assert len(asked) == 1 and set(drafted._late._spent.values()) == {0.0}
     monkeypatch.setattr(CompiledTarget, "new_cache", make)
     steps_by_view["compiled"] = 0
-    assert drafted.generate(ids_BT, max_new_tokens=60).tolist() == expected_BT.tolist()
+    assert drafted.generate(ids_BT, max_new_tokens=40).tolist() == expected_BT.tolist()
     assert steps_by_view["compiled"] > 10
 
 

@@ -29,7 +29,7 @@ from tests.replayed import noted_sizes, text, with_heads
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's steps are recorded")
 
 BEGINS = Scripting._begins
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 28}
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 18}
 
 
 @pytest.fixture(autouse=True)

@@ -72,9 +72,9 @@ def test_equals_generate(model: Any, drafter: str, options: dict[str, Any]) -> N
     drafted = TrainingFreeModel(model, drafter, rng="transformers")
     for _ in range(2):  # what is recycled is carried from text to text
         torch.manual_seed(3)
-        expected_BT = reference(model, input_ids=ids_BT, max_new_tokens=40, **options)
+        expected_BT = reference(model, input_ids=ids_BT, max_new_tokens=22, **options)
         torch.manual_seed(3)
-        got_BT: Any = drafted.generate(ids_BT, max_new_tokens=40, **options)
+        got_BT: Any = drafted.generate(ids_BT, max_new_tokens=22, **options)
         assert torch.equal(got_BT, expected_BT)
     # This text hardly repeats itself, and layers of random weights cannot be left out.
     if drafter not in ("suffix", "early_exit"):
@@ -86,7 +86,7 @@ def test_equals_generate(model: Any, drafter: str, options: dict[str, Any]) -> N
 )
 def test_rows_of_a_batch_equal_generate(model: Any, drafter: str) -> None:
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
-    options |= padded((0, 3, 7, 1, 5), 10) | {"max_new_tokens": 40}
+    options |= padded((0, 3, 7, 1, 5), 10) | {"max_new_tokens": 22}
     drafted = TrainingFreeModel(model, drafter)
     got_BT: Any = drafted.generate(**options)
     assert torch.equal(got_BT, reference(model, **options))
@@ -241,8 +241,8 @@ def test_a_vocabulary_that_was_resized_is_refused(tiny_llama: TinyLlama, drafter
     with pytest.raises(ValueError, match="vocabulary has changed from 97 to 130"):
         free.running_batch()
     anew = TrainingFreeModel(model, drafter)
-    expected = model.generate(ids, max_new_tokens=30, do_sample=False)
-    got: Any = anew.generate(ids, max_new_tokens=30, do_sample=False)
+    expected = model.generate(ids, max_new_tokens=18, do_sample=False)
+    got: Any = anew.generate(ids, max_new_tokens=18, do_sample=False)
     assert torch.equal(got, expected)
 
 

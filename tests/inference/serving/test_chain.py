@@ -15,7 +15,7 @@ from medusa_heads.inference.serving.chain import check_chain, greedy, simulate_c
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
 
-NEW_TOKENS = 28
+NEW_TOKENS = 18
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9]]
 
 

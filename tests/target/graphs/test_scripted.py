@@ -32,7 +32,7 @@ pytestmark = [
 ]
 
 SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 30}
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 28}
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 18}
 SHAPES: list[Any] = [BUSHY, BUSHY[:5], [(0,)], [(0,), (0, 0), (0, 0, 0)]]  # 17, 6, 2 and 4 nodes
 
 
