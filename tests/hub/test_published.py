@@ -190,7 +190,7 @@ anything = st.recursive(
 )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from([*STORY, "converted_from"]), anything))
 def test_whatever_stands_there(story: dict[str, Any]) -> None:
     told = published_story(story)
