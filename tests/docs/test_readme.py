@@ -33,10 +33,13 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.fixture
-def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder with what the commands read from a clone."""
-    for name in ("configs", "assets", "Makefile", "scripts"):
+def clone(short_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder with what the commands read from a clone; the target has two of its layers."""
+    for name in ("configs", "Makefile", "scripts"):
         (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "demo-heads").symlink_to(ROOT / "assets" / "demo-heads")
+    (tmp_path / "assets" / "demo-target").symlink_to(short_demo)
     (tmp_path / HEADS).parent.mkdir(parents=True)
     (tmp_path / HEADS).symlink_to(ROOT / "assets" / "demo-heads")
     monkeypatch.chdir(tmp_path)
