@@ -127,8 +127,8 @@ def test_one_graph_for_all_texts_of_a_shape(tiny_llama: TinyLlama) -> None:
     asking = MedusaModel(model, medusa.heads, tree="none")
     texts: list[tuple[list[int], dict[str, Any]]] = [
         ([0, 3], {"max_new_tokens": 12}),
-        ([1, 0], {"max_new_tokens": 60}),
-        ([5, 5], {"max_new_tokens": 30, "eos_token_id": [3, 5]}),
+        ([1, 0], {"max_new_tokens": 36}),
+        ([5, 5], {"max_new_tokens": 20, "eos_token_id": [3, 5]}),
     ]
     at = ({"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.1, "top_p": 0.5})
     for drawn in (False, True):
