@@ -7,6 +7,7 @@ import struct
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,15 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_target(tmp_path_factory.mktemp("target") / "target.gguf", "BF16")
 
 
+the_target = cache(load_target)  # which nobody changes
+
+
 @pytest.fixture
 def heads(tmp_path: Path) -> Heads:
     """A checkpoint of heads whose every weight is another."""
 
     def make(dtype: torch.dtype = torch.float32, **config: Any) -> Path:
-        model, size = load_target(), config.get("draft_vocab_size")
+        model, size = the_target(), config.get("draft_vocab_size")
         tokens_V = None if size is None else torch.arange(2, 2 + 5 * size, 5)
         made = new_heads(model, HeadsConfig(num_heads=3, **config), tokens_V)
         generator = torch.Generator().manual_seed(0)
