@@ -23,7 +23,7 @@ from scripts.prove.sampling import (
 
 def test_a_setting_and_the_negative_control() -> None:
     name = "all together"
-    outcomes = prove(400, seed=0, settings={name: SETTINGS[name]})
+    outcomes = prove(250, seed=0, settings={name: SETTINGS[name]})
     assert verdict(outcomes)
     assert [o.acceptance for o in outcomes] == ["lossless"] * 8 + ["typical"] * 2
     assert [o.rng for o in outcomes[:8]] == ["transformers"] * 4 + ["keyed"] * 4
