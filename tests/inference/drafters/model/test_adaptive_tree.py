@@ -53,7 +53,7 @@ def test_equals_generate(pair: tuple[Any, Any], costs: Costs) -> None:
             "attention_mask": mask_BT[:rows],
         }
         inputs["attention_mask"] = inputs["attention_mask"].to(DEVICE)
-        for options in ({"max_new_tokens": 20}, {"max_new_tokens": 26, "eos_token_id": 2}):
+        for options in ({"max_new_tokens": 14}, {"max_new_tokens": 18, "eos_token_id": 2}):
             settings: dict[str, Any] = {**inputs, **options, "do_sample": False, "pad_token_id": 0}
             got_BT: Any = model.generate(**settings)
             assert torch.equal(got_BT, reference(target, **settings))
@@ -71,7 +71,7 @@ def drafts_of(
         trees.append(tree)
         return verify(tree, *others)
 
-    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 220, **options}
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 140, **options}
     with monkeypatch.context() as patch:
         patch.setattr(model.target, "verify", noted)
         model.generate(torch.tensor([[5, 6, 7, 8]]).to(DEVICE), **settings)
@@ -131,7 +131,7 @@ def test_tokens_that_cannot_be_are_not_drawn(
     torch.manual_seed(0)
     model = drafted(target, [draft], [FLAT])
     children = [0, 0]
-    for tree in drafts_of(model, monkeypatch, do_sample=True, top_k=2, max_new_tokens=100):
+    for tree in drafts_of(model, monkeypatch, do_sample=True, top_k=2, max_new_tokens=60):
         parents, tokens = tree.parents_BN[0].tolist(), tree.tokens_BN[0].tolist()
         for node, probs_BV in tree.drawn_from.items():
             drawn = [tokens[n] for n, parent in enumerate(parents) if parent == node]
