@@ -52,6 +52,12 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.S)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def pictures(module_patch: pytest.MonkeyPatch) -> None:
+    """That of the benchmark alone, which is pushed."""
+    module_patch.setattr("medusa_heads.training.measure.report.draw_plots", lambda *_: [])
+
+
 @pytest.fixture
 def hub(
     tiny_llama: TinyLlama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

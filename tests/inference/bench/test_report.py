@@ -27,6 +27,11 @@ def method(name: str, speedup: float, identical: float) -> dict[str, Any]:
     }
 
 
+@pytest.fixture(autouse=True)
+def pictures() -> None:
+    """Here they are drawn."""
+
+
 @pytest.fixture
 def report() -> dict[str, Any]:
     methods = [method("plain", 1.0, 1.0), method("other", 0.75, 0.85), method("heads", 1.8, 1.0)]
