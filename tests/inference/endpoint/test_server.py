@@ -37,15 +37,15 @@ def standing(model: Any, tokenizer: Any) -> Iterator[Server]:
 def test_texts_of_clients_that_come_and_go_are_those_of_generate(
     model: Any, tokenizer: Any
 ) -> None:
-    """Twenty such as `python -m scripts.prove.serving` asks for by the thousand."""
-    jobs = make_jobs(model, tokenizer, 20, kinds=8, seed=0)
+    """Sixteen such as `python -m scripts.prove.serving` asks for by the thousand."""
+    jobs = make_jobs(model, tokenizer, 16, kinds=6, seed=0)
     outcome = serve(model, tokenizer, jobs, clients=6, max_rows=3, queue=2)
     assert not outcome.wrong and not outcome.faults
-    assert outcome.ended["finished"] + outcome.ended["left"] == 20 and outcome.ended["left"] > 2
+    assert outcome.ended["finished"] + outcome.ended["left"] == 16 and outcome.ended["left"] > 2
 
 
 def test_rows_that_join_wrongly_are_noticed(model: Any, tokenizer: Any) -> None:
-    jobs = make_jobs(model, tokenizer, 12, kinds=4, seed=0)
+    jobs = make_jobs(model, tokenizer, 9, kinds=4, seed=0)
     with joining_wrongly():
         assert serve(model, tokenizer, jobs, clients=6, max_rows=3, queue=6).wrong
 
