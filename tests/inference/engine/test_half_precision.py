@@ -27,7 +27,7 @@ from tests.pairs import alternately
 
 VOCAB = 24
 PROMPT = 12
-NEW = 40
+NEW = 24
 
 
 class Recording(TargetModel):

@@ -22,7 +22,7 @@ INPUTS: dict[str, Any] = {
     "input_ids": torch.arange(3, 15)[None],
     "attention_mask": torch.ones(1, 12).long(),
 }
-HUB = {"max_new_tokens": 40, "trust_remote_code": True}
+HUB = {"max_new_tokens": 24, "trust_remote_code": True}
 
 
 @pytest.fixture(autouse=True)
@@ -58,13 +58,13 @@ def seeded(model: Any, **options: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "temperature": 0.7}])
 def test_equal_to_plain_generate(model: Any, folder: str, options: Any) -> None:
-    expected = seeded(model, max_new_tokens=40, **options)
+    expected = seeded(model, max_new_tokens=24, **options)
     for tree in ("chain", "dynamic:5"):
         heads: dict[str, Any] = {"tree": tree, "rng": "transformers"}
         got = seeded(model, **HUB, custom_generate=folder, **heads, **options)
         assert torch.equal(got, expected)
         medusa = hub_form.attached(model, folder, **heads)
-        assert medusa.last_stats.tokens == 40
+        assert medusa.last_stats.tokens == 24
         assert 1 < medusa.last_stats.steps < 40  # the heads were at work
 
 
@@ -117,7 +117,7 @@ def test_a_model_that_was_resized_is_attached_anew(folder: str, tiny_llama: Tiny
     with pytest.raises(ValueError, match=r"another target .*'vocab_size': 24.*'vocab_size': 40"):
         seeded(model, **HUB, custom_generate=folder)
     save_heads(folder, MedusaHeads.from_target(TargetModel(model)), TargetModel(model))
-    expected = seeded(model, max_new_tokens=40, do_sample=False)
+    expected = seeded(model, max_new_tokens=24, do_sample=False)
     assert torch.equal(seeded(model, **HUB, custom_generate=folder, do_sample=False), expected)
 
 
@@ -141,7 +141,7 @@ def test_a_repository(model: Any, folder: str, tmp_path: Path) -> None:
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
     hub = {**HUB, "custom_generate": "user/my-heads.v2", "cache_dir": str(tmp_path / "hub")}
-    expected = seeded(model, max_new_tokens=40)
+    expected = seeded(model, max_new_tokens=24)
     assert torch.equal(seeded(model, **hub), expected)
     assert torch.equal(seeded(model, **hub, revision=commit), expected)
     with pytest.raises(
