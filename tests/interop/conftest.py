@@ -36,11 +36,11 @@ def decodes(target: Path) -> Decodes:
     def alone(folder: Path, _written: tuple[tuple[str, int], ...]) -> Any:
         """What a target writes whose files were written then."""
         model: Any = TargetModel.from_pretrained(str(folder), dtype=torch.float32).model
-        return model.generate(prompt, max_new_tokens=24, do_sample=False)
+        return model.generate(prompt, max_new_tokens=14, do_sample=False)
 
     def check(checkpoint: Path, named: str | None = None) -> None:
         model = MedusaModel.from_pretrained(checkpoint, target=named, dtype=torch.float32)
-        got: Any = model.generate(prompt, max_new_tokens=24, do_sample=False)
+        got: Any = model.generate(prompt, max_new_tokens=14, do_sample=False)
         folder = Path(named or target)
         written = sorted((file.name, file.stat().st_mtime_ns) for file in folder.iterdir())
         assert torch.equal(got, alone(folder, tuple(written)))
