@@ -14,6 +14,7 @@ from medusa_heads.inference.endpoint.values import encodable, of_kind
 
 _NO_CALLS = "tool_calls must be a list of functions, each with a name and arguments as JSON"
 _NO_TOOLS = "tools must be a list of objects, each of type function and with a function of a name"
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # as descriptions of answers name them
 # Of a role's messages; an answer is sent back with the thoughts that it was told with.
 _MORE = {"assistant": {"tool_calls", "reasoning_content"}, "tool": {"tool_call_id"}}
 _LONGEST_ROLE = 40  # characters of one that is quoted
@@ -110,7 +111,7 @@ class Calls:
         if not calls:
             return None
         told = {"role": "assistant", "content": found.get("content") or None, "tool_calls": calls}
-        thoughts = found.get("reasoning_content")
+        thoughts = next((found[name] for name in _THOUGHTS if found.get(name)), None)
         return told | ({"reasoning_content": thoughts} if thoughts else {})
 
 

@@ -224,11 +224,15 @@ def test_architectures_whose_calls_transformers_knows() -> None:
     pytest.importorskip("transformers.cli.serving.utils")
     made = make_tokenizer()
     model: Any = SimpleNamespace(config=SimpleNamespace(model_type="qwen3"))
-    calls = Calls(made, answers_of(made, model), TOOLS)
     call = '<tool_call>\n{"name": "add", "arguments": {"x": "3"}}\n</tool_call>'
     prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    message = calls.of(prompt, f"<think>\nso\n</think>\n\n{call}<|im_end|>")
-    assert message is not None and message["reasoning_content"].strip() == "so"
+    for name in ("reasoning_content", "thinking", "reasoning"):  # which versions differ in
+        template = answers_of(made, model)
+        (own,) = {"reasoning_content", "thinking"} & {*template["fields"]}
+        fields = {name if key == own else key: told for key, told in template["fields"].items()}
+        calls = Calls(made, template | {"fields": fields}, TOOLS)
+        message = calls.of(prompt, f"<think>\nso\n</think>\n\n{call}<|im_end|>")
+        assert message is not None and message["reasoning_content"].strip() == "so"
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"x": 3}
     assert calls.of(prompt, "<think>\nso\n</think>\n\nno call<|im_end|>") is None
     model.config.model_type = "llama"

@@ -188,17 +188,20 @@ def test_texts_go_on_where_there_is_no_memory_for_a_copy(
     """The first one's second layer, or that of the cache that the second text begins with."""
     target, visitors = TargetModel(model), conversation(model, 3)
     batch = RunningBatch(target, planted(visitors, model, target), 2, kept_bytes=PLENTY)
-    update, calls = RowLayer.update, [0]
+    update, calls, reads = RowLayer.update, [0], [False]
+    began = model.register_forward_pre_hook(lambda *_: reads.__setitem__(0, True))
+    ended = model.register_forward_hook(lambda *_: reads.__setitem__(0, False))
 
     def fall(layer: Any, keys: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
-        if not args and not kwargs:  # as no model calls it
+        if not reads[0]:  # no forward of the model's calls it
             calls[0] += 1
             if calls[0] == fails:
                 raise torch.OutOfMemoryError
         return update(layer, keys, values, *args, **kwargs)
 
     monkeypatch.setattr(RowLayer, "update", fall)
-    check(batch, visitors, model)
+    with began, ended:
+        check(batch, visitors, model)
     assert calls[0] > fails + 2 and batch.kept.held_bytes
 
 
