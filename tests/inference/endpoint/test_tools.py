@@ -233,7 +233,7 @@ def test_architectures_whose_calls_transformers_knows() -> None:
         calls = Calls(made, template | {"fields": fields}, TOOLS)
         message = calls.of(prompt, f"<think>\nso\n</think>\n\n{call}<|im_end|>")
         assert message is not None and message["reasoning_content"].strip() == "so"
-    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"x": 3}
+        assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"x": 3}
     assert calls.of(prompt, "<think>\nso\n</think>\n\nno call<|im_end|>") is None
     model.config.model_type = "llama"
     assert answers_of(made, model) is None
