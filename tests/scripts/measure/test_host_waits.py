@@ -86,6 +86,7 @@ def test_the_host_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
     assert [float(row.split("│")[-2]) > 0 for row in rows] == [True, True]
 
 
+@pytest.mark.slow
 def test_graphs_are_counted(tiny_llama: TinyLlama) -> None:
     medusa = with_heads(tiny_llama(num_layers=1))
     assert graphs_of(medusa, 2, 20, do_sample=False) == (True, 1, 0)

@@ -146,7 +146,8 @@ def test_whoever_was_left_aside_catches_up(target: Any, monkeypatch: pytest.Monk
     assert steps(model) == [12, 18]
 
 
-@pytest.mark.parametrize("tree", ["chain:3", pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tree", ["chain:3", "auto"])
 def test_the_better_one_drafts_most(target: Any, bad: Any, near: Any, tree: str) -> None:
     """Wherever it stands, and although it costs twice as much."""
     model = choosing(target, [bad, near], tree, chain_only=True)
