@@ -28,11 +28,11 @@ _SHAPES: dict[str, type[LayerShape]] = {"block": BlockShape, "eagle3": DecoderSh
 # What heads of a kind cannot have, and why.
 _IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     "block": (
-        ("prefix_attention", "raw_embeddings"),
+        ("prefix_attention", "linear_shortcut", "raw_embeddings"),
         "heads of kind 'block' attend over the text so far, and read embeddings, as they are",
     ),
     "eagle3": (
-        ("prefix_attention", "correction_rank", "raw_embeddings"),
+        ("prefix_attention", "linear_shortcut", "correction_rank", "raw_embeddings"),
         "eagle3 heads read the text and the token before by themselves",
     ),
 }
@@ -60,6 +60,8 @@ class HeadsConfig:
         draft_vocab_size: how many tokens the heads can draft; None for all of the target's. Which
             ones is stored with the heads.
         prefix_attention: a layer of the heads' own attends over the text so far (prefix.py).
+        linear_shortcut: of kind `"medusa"`, the first block of each head adds to a product of what
+            it read, and not to that itself (medusa.py). Those of `"hydra"` do so by themselves.
         correction_rank: of the product by which the token before corrects each head's logits
             (correction.py); None for none.
         features: layers of the target, counted from 0, whose outputs the heads read beside its last
@@ -107,6 +109,14 @@ class HeadsConfig:
             "and no other engine can serve them."
         ),
     )
+    linear_shortcut: bool = field(
+        default=False,
+        metadata=as_flag(
+            "Let each of the medusa heads begin with the linear map that comes closest to what it "
+            "should say, and learn from there. Such heads guess better; of other engines only vLLM "
+            "can serve them, with this package's plugin."
+        ),
+    )
     correction_rank: int | None = field(
         default=None,
         metadata=as_flag(
@@ -130,7 +140,7 @@ class HeadsConfig:
         optional = ("draft_vocab_size", "correction_rank", "hidden_size", "vocab_size")
         given = [name for name in optional if getattr(self, name) is not None]
         sizes(self, "num_heads", "num_layers", *given)
-        switches(self, "prefix_attention", "raw_embeddings")
+        switches(self, "prefix_attention", "linear_shortcut", "raw_embeddings")
         if self.features is not None:
             object.__setattr__(self, "features", _layers(self.features))
         one_of(self, "kind", get_args(HeadsKind))
@@ -140,6 +150,8 @@ class HeadsConfig:
                 f"draft_vocab_size {self.draft_vocab_size} is more than the target's "
                 f"{self.vocab_size} tokens: lower it, or leave it out"
             )
+        if self.kind == "hydra":  # whose blocks have it by themselves
+            object.__setattr__(self, "linear_shortcut", False)
         if self.kind in _SHAPES:
             self._check_layers()
         elif self.decoder is not None:
@@ -187,11 +199,13 @@ class HeadsConfig:
         return replace(self, hidden_size=hidden_size, vocab_size=vocab_size)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as they are written to a checkpoint. Versions that know of no correction
-        and no features and no decoder still read heads that have none."""
+        """Plain values, as they are written to a checkpoint. Versions that know of no correction,
+        no features, no decoder and no linear shortcut still read heads that have none."""
         values = asdict(self) | {"features": self.features and list(self.features)}
         values["decoder"] = self.decoder and self.decoder.to_dict()
         later = ("correction_rank", "features", "decoder")
+        if not self.linear_shortcut:
+            del values["linear_shortcut"]
         return {k: v for k, v in values.items() if k not in later or v is not None}
 
     @property
@@ -219,8 +233,10 @@ class HeadsConfig:
     @property
     def is_plain_medusa(self) -> bool:
         """Whether these are heads as Medusa's paper has them, which other engines can hold."""
-        extras = (self.draft_vocab_size, self.prefix_attention, self.correction_rank, self.features)
-        return self.kind == "medusa" and not any(extras)
+        layers = self.prefix_attention or self.linear_shortcut or self.features
+        return self.kind == "medusa" and not (
+            layers or self.draft_vocab_size or self.correction_rank
+        )
 
     @property
     def num_candidates(self) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from medusa_heads.heads import DraftHeads, MedusaHeads
 from medusa_heads.heads.drafting import near_layers
-from medusa_heads.heads.medusa import ResBlock
+from medusa_heads.heads.medusa import ResBlock, WideBlock
 from medusa_heads.inference.adapt.measure import DEFAULT_CONTEXT
 from medusa_heads.inference.plan.tree_size import (
     TreeSize,
@@ -205,7 +205,7 @@ def heads_bytes(heads: DraftHeads) -> int:
     large one, and what is held in eight bits or packed."""
     total = bytes_of(heads.parameters())
     if isinstance(heads, MedusaHeads):
-        blocks = (block for block in heads.modules() if isinstance(block, ResBlock))
+        blocks = (block for block in heads.modules() if isinstance(block, ResBlock | WideBlock))
         in_one_piece = (block for block in blocks if type(block.linear) is nn.Linear)
         total += bytes_of(p for block in in_one_piece for p in block.parameters())
     if heads.draft_tokens is not None and heads.config.vocab_matrix == "shared":

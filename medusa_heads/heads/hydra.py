@@ -12,31 +12,10 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medusa_heads.heads.base import After, DraftHeads, product_dtype
-from medusa_heads.heads.medusa import ResBlock
-
-
-class WideBlock(nn.Module):
-    """`V x + SiLU(W x + b)` from the hidden state and `num_tokens` embeddings, side by side.
-
-    V starts as the choice of the hidden state alone and W at zero: a fresh block hands it on.
-    """
-
-    def __init__(self, hidden_size: int, num_tokens: int) -> None:
-        super().__init__()
-        width = hidden_size * (1 + num_tokens)
-        self.linear = nn.Linear(width, hidden_size)
-        self.res_connection = nn.Linear(width, hidden_size)
-        for parameter in self.parameters():
-            nn.init.zeros_(parameter)
-        with torch.no_grad():
-            self.res_connection.weight[:, :hidden_size].fill_diagonal_(1.0)
-
-    def forward(self, x_RW: Tensor) -> Tensor:
-        return self.res_connection(x_RW) + F.silu(self.linear(x_RW))
+from medusa_heads.heads.medusa import ResBlock, WideBlock
 
 
 class HydraHeads(DraftHeads):

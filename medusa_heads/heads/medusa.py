@@ -1,6 +1,7 @@
 """Medusa heads: each guesses from the target's last hidden state alone.
 
-Shapes: R rows (any leading dimensions), K heads, D hidden.
+Shapes: R rows (any leading dimensions), K heads, D hidden, W input width, or what a block's
+products have together.
 Source: Cai et al. 2024, "Medusa", arXiv:2401.10774, section 2.1.1.
 """
 
@@ -29,8 +30,30 @@ class ResBlock(nn.Module):
         return x_RD + F.silu(self.linear(x_RD))
 
 
+class WideBlock(nn.Module):
+    """`V x + SiLU(W x + b)` from the hidden state and `num_tokens` embeddings, side by side: its
+    shortcut is a projection (He et al. 2016, arXiv:1512.03385, section 3.2).
+
+    V starts as the choice of the hidden state alone and W at zero: a fresh block hands it on.
+    """
+
+    def __init__(self, hidden_size: int, num_tokens: int) -> None:
+        super().__init__()
+        width = hidden_size * (1 + num_tokens)
+        self.linear = nn.Linear(width, hidden_size)
+        self.res_connection = nn.Linear(width, hidden_size)
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+        with torch.no_grad():
+            self.res_connection.weight[:, :hidden_size].fill_diagonal_(1.0)
+
+    def forward(self, x_RW: Tensor) -> Tensor:
+        return self.res_connection(x_RW) + F.silu(self.linear(x_RW))
+
+
 class MedusaHeads(DraftHeads):
-    """K independent heads of residual blocks: `{i}.{l}.linear.weight` [D, D], `.bias` [D]."""
+    """K independent heads of residual blocks: `{i}.{l}.linear.weight` [D, D], `.bias` [D], and with
+    a linear shortcut `{i}.0.res_connection.weight`, `.bias` likewise."""
 
     kind = "medusa"
 
@@ -41,8 +64,12 @@ class MedusaHeads(DraftHeads):
         self._all_parameters = tuple(p for head in self.heads() for p in head.parameters())
 
     def _blocks(self, head: int) -> list[nn.Module]:
-        assert self.config.hidden_size is not None
-        return [ResBlock(self.config.hidden_size) for _ in range(self.config.num_blocks)]
+        width = self.config.hidden_size
+        assert width is not None
+        blocks: list[nn.Module] = [ResBlock(width) for _ in range(self.config.num_blocks)]
+        if self.config.linear_shortcut:
+            blocks[0] = WideBlock(width, 0)
+        return blocks
 
     def train(self, mode: bool = True) -> MedusaHeads:
         """See nn.Module."""
@@ -58,8 +85,11 @@ class MedusaHeads(DraftHeads):
         if hidden_RD.ndim == 2 and exact and not torch.is_grad_enabled():
             # One product for the blocks of all heads: while decoding, calls cost more than sums.
             x_KRD = inputs_RKD.transpose(0, 1)
-            for weight_KDD, bias_K1D in self._stacked():
-                x_KRD = x_KRD + F.silu(torch.baddbmm(bias_K1D, x_KRD, weight_KDD))
+            for weight_KDW, bias_K1W in self._stacked():
+                made_KRW = torch.baddbmm(bias_K1W, x_KRD, weight_KDW)
+                if made_KRW.shape[-1] > x_KRD.shape[-1]:
+                    made_KRW, x_KRD = made_KRW.chunk(2, dim=-1)
+                x_KRD = x_KRD + F.silu(made_KRW)
             return x_KRD.transpose(0, 1)
         features = []
         for i, head in enumerate(self.heads()):
@@ -74,8 +104,8 @@ class MedusaHeads(DraftHeads):
         return hidden_RD[..., None, :].expand(*hidden_RD.shape[:-1], self.config.num_heads, -1)
 
     def _stacked(self) -> list[tuple[Tensor, Tensor]]:
-        """Every layer's weights [K, D, D], transposed, and biases [K, 1, D]; made anew when a
-        parameter was written to or moved."""
+        """Every layer's weights [K, D, W], transposed, and biases [K, 1, W], those of a linear
+        shortcut behind the others; made anew when a parameter was written to or moved."""
         if torch.compiler.is_compiling() and self._stack is not None:
             return self._stack[1]  # which reads no addresses
         # What inference mode has made has no version.
@@ -87,8 +117,10 @@ class MedusaHeads(DraftHeads):
             blocks = [list(islice(head, self.config.num_blocks)) for head in self.heads()]
             layers = []
             for layer in zip(*blocks, strict=True):
-                weight_KDD = torch.stack([block.linear.weight.T for block in layer]).contiguous()
-                bias_K1D = torch.stack([block.linear.bias[None] for block in layer])
-                layers.append((weight_KDD, bias_K1D))
+                names = [name for name in ("linear", "res_connection") if hasattr(layer[0], name)]
+                parts = [[block.get_submodule(name) for name in names] for block in layer]
+                weights = [torch.cat([part.weight for part in of_head]).T for of_head in parts]
+                biases = [torch.cat([part.bias for part in of_head])[None] for of_head in parts]
+                layers.append((torch.stack(weights).contiguous(), torch.stack(biases)))
             self._stack = (state, layers)
         return self._stack[1]

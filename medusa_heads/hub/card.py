@@ -102,6 +102,8 @@ def _summary(config: HeadsConfig, sidecar: Mapping[str, Any], with_matrix: bool)
         form += f", reading layers {', '.join(map(str, config.features))} of the target"
     if config.reads_text:
         form += ", with a layer that attends over the text so far"
+    if config.linear_shortcut:
+        form += ", with linear shortcuts"
     if config.correction_rank:
         form += f", corrected by the token before with rank {config.correction_rank}"
     lines = [

@@ -92,7 +92,8 @@ medusa-heads pull {repo_id} heads
     ]
     if config.draft_vocab_size is not None:
         why = "TGI cannot hold them: they draft from a part of the vocabulary."
-        if config.vocab_matrix == "shared" and config.correction_rank is None:
+        lasting = config.correction_rank or config.linear_shortcut
+        if config.vocab_matrix == "shared" and not lasting:
             why += (
                 f" `medusa-heads export {repo_id} heads-tgi --to tgi --full_vocabulary` makes "
                 "heads that draft all of it, which was not tried."
@@ -100,6 +101,8 @@ medusa-heads pull {repo_id} heads
         return [*plugin, why]
     if config.correction_rank is not None:
         return [*plugin, "TGI cannot hold them: the token before corrects what they say."]
+    if config.linear_shortcut:
+        return [*plugin, "TGI cannot hold them: their blocks have linear shortcuts."]
     if stored.has_vocab_bias:
         why = "the heads' vocabulary matrices have biases"
         return [*plugin, f"vLLM 0.32 and TGI cannot hold them: {why}."]

@@ -81,8 +81,11 @@ FIVE = {"num_heads": 5}
 TOGETHER = FIVE | {"kind": "hydra", "prefix_attention": True}
 CORRECTED = FIVE | {"correction_rank": 128}
 EAGLE3 = FIVE | {"kind": "eagle3"}
-NORMED = {"decoder": replace(DecoderShape.of_width(384), norm_output=True)}  # the target's width
+NORMED: dict[str, Any] = {
+    "decoder": replace(DecoderShape.of_width(384), norm_output=True)
+}  # the target's width
 PREFIX = {"prefix_attention": True}
+SHORTCUT: dict[str, Any] = {"linear_shortcut": True}
 RECIPES = {
     "plain-own": Recipe("plain: corpus text, own matrices", {"vocab_matrix": "own"}),
     "plain": Recipe("plain: corpus text, shared matrix", {}),
@@ -121,10 +124,14 @@ RECIPES |= {
         ),
     )
 }
-RECIPES |= {
-    f"{key}-norm": replace(of, name=f"{of.name}, norm_output", heads={**of.heads, **NORMED})
-    for key, of in ((key, RECIPES[key]) for key in ("eagle3", "eagle3-features"))
-}
+for suffix, said, more, keys in (
+    ("norm", "norm_output", NORMED, ("eagle3", "eagle3-features")),
+    ("shortcut", "linear shortcuts", SHORTCUT, ("prefix-distilled", "prefix-corrected")),
+):
+    RECIPES |= {
+        f"{key}-{suffix}": replace(of, name=f"{of.name}, {said}", heads={**of.heads, **more})
+        for key, of in ((key, RECIPES[key]) for key in keys)
+    }
 
 
 @dataclass

@@ -43,7 +43,7 @@ from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.arguments.rates import fit_rate
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.hidden.cache_setup import open_hidden_states
-from medusa_heads.training.runs.heads import scale_fresh
+from medusa_heads.training.measure.beginning import scale_fresh
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from medusa_heads.training.runs.setup import prepare_sets
 from scripts.compare.recipes import measure

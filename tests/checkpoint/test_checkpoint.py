@@ -55,6 +55,7 @@ def trained(target: TargetModel, **config: object) -> DraftHeads:
         {"kind": "block", "vocab_matrix": "own", "correction_rank": 4},
         {"correction_rank": 4, "draft_vocab_size": 20},
         {"features": [1, 0]},
+        {"linear_shortcut": True},
     ],
     ids=str,
 )
@@ -107,7 +108,7 @@ def test_shared_matrix_lies_beside_the_heads_where_it_is_asked_for(
 
 
 def test_a_matrix_that_no_engine_would_read_is_refused(target: TargetModel, tmp_path: Path) -> None:
-    for config in ({"vocab_matrix": "own"}, {"kind": "hydra"}, {"prefix_attention": True}):
+    for config in ({"vocab_matrix": "own"}, {"kind": "hydra"}, {"linear_shortcut": True}):
         with pytest.raises(ValueError, match="no engine reads it beside others: leave it out"):
             save_heads(tmp_path, trained(target, **config), target, with_vocab_matrix=True)
     assert not list(tmp_path.iterdir())
@@ -123,6 +124,7 @@ def test_a_matrix_that_no_engine_would_read_is_refused(target: TargetModel, tmp_
         {"prefix_attention": True},
         {"correction_rank": 4},
         {"features": [0]},
+        {"linear_shortcut": True},
     ],
     ids=str,
 )

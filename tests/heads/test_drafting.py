@@ -21,7 +21,7 @@ ALL_KINDS = [
     {"kind": "medusa"},
     {"kind": "medusa", "prefix_attention": True, "correction_rank": 8, "features": [0]},
     {"kind": "medusa", "vocab_matrix": "own"},
-    {"kind": "medusa", "draft_vocab_size": 2500},
+    {"kind": "medusa", "draft_vocab_size": 2500, "linear_shortcut": True},
     {"kind": "hydra", "prefix_attention": True},
     {"kind": "block", "features": [0, 1]},
     {"kind": "eagle3", "features": [0, 1]},

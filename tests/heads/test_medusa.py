@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
-from medusa_heads.config import HeadsConfig, head_offset
+from medusa_heads.config import HeadsConfig, HeadsKind, head_offset
 from medusa_heads.heads import MedusaHeads
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
 
+LAYERS = [(1, False), (3, False), (1, True), (3, True)]
+
 
 @pytest.mark.parametrize("vocab_matrix", ["shared", "own"])
-@pytest.mark.parametrize("num_layers", [1, 3])
+@pytest.mark.parametrize(("num_layers", "linear_shortcut"), LAYERS)
 def test_fresh_heads_predict_what_the_target_does(
-    tiny_llama: TinyLlama, vocab_matrix: str, num_layers: int
+    tiny_llama: TinyLlama, vocab_matrix: Any, num_layers: int, linear_shortcut: bool
 ) -> None:
     target = TargetModel(tiny_llama())
-    config = HeadsConfig(num_heads=3, num_layers=num_layers, vocab_matrix=vocab_matrix)  # type: ignore[arg-type]
+    config = HeadsConfig(
+        num_heads=3,
+        num_layers=num_layers,
+        vocab_matrix=vocab_matrix,
+        linear_shortcut=linear_shortcut,
+    )
     heads = MedusaHeads.from_target(target, config)
     ids_BT = torch.arange(24).view(2, 12)
     logits_BTV = target.model(ids_BT).logits
@@ -56,6 +66,12 @@ def test_state_dict_holds_nothing_of_the_target(tiny_llama: TinyLlama) -> None:
         for layer in (0, 1)
         for part in ("bias", "weight")
     ]
+    config = HeadsConfig(num_heads=1, num_layers=2, linear_shortcut=True)
+    assert sorted(MedusaHeads.from_target(tiny_llama(), config).state_dict()) == [
+        f"0.{layer}.{part}.{kind}"
+        for layer, part in ((0, "linear"), (0, "res_connection"), (1, "linear"))
+        for kind in ("bias", "weight")
+    ]
     own = MedusaHeads.from_target(tiny_llama(), HeadsConfig(num_heads=2, vocab_matrix="own"))
     assert {"0.1.weight", "1.1.weight"} <= set(own.state_dict())
     assert own.get_parameter("0.1.weight").requires_grad
@@ -78,16 +94,32 @@ def test_bad_config_is_refused(values: dict[str, object]) -> None:
         HeadsConfig(**values)  # type: ignore[arg-type]
 
 
+def test_a_linear_shortcut_is_for_medusa_heads() -> None:
+    """Hydra's have one by themselves: that kind may replace a recipe's."""
+    sequential = HeadsConfig(kind="hydra", num_heads=2)
+    assert HeadsConfig(kind="hydra", num_heads=2, linear_shortcut=True) == sequential
+    kinds: tuple[HeadsKind, ...] = ("block", "eagle3")
+    for kind in kinds:
+        with pytest.raises(ValueError, match="leave linear_shortcut out"):
+            HeadsConfig(kind=kind, linear_shortcut=True)
+
+
 def test_config_round_trip_and_unknown_keys() -> None:
     config = HeadsConfig(num_heads=3, vocab_matrix="own", hidden_size=8, vocab_size=9)
     assert HeadsConfig.from_dict(config.to_dict()) == config
+    shortcut = replace(config, linear_shortcut=True)
+    assert HeadsConfig.from_dict(shortcut.to_dict()) == shortcut
+    assert "linear_shortcut" not in config.to_dict()  # which earlier versions do not know
     with pytest.raises(ValueError, match="unknown heads configuration keys"):
         HeadsConfig.from_dict({"num_head": 3})
 
 
-@pytest.mark.parametrize("num_layers", [1, 3])
-def test_all_heads_at_once_equal_head_by_head(tiny_llama: TinyLlama, num_layers: int) -> None:
-    heads = MedusaHeads.from_target(tiny_llama(), HeadsConfig(num_heads=3, num_layers=num_layers))
+@pytest.mark.parametrize(("num_layers", "linear_shortcut"), LAYERS)
+def test_all_heads_at_once_equal_head_by_head(
+    tiny_llama: TinyLlama, num_layers: int, linear_shortcut: bool
+) -> None:
+    config = HeadsConfig(num_heads=3, num_layers=num_layers, linear_shortcut=linear_shortcut)
+    heads = MedusaHeads.from_target(tiny_llama(), config)
     hidden_RD = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     for seed in (1, 2):  # the second time with weights written to in place
         generator = torch.Generator().manual_seed(seed)

@@ -171,6 +171,8 @@ def test_a_card_that_someone_wrote_is_kept(checkpoint: Path) -> None:
         ({"prefix_attention": True}, False, False, False),
         ({"kind": "block"}, False, False, False),
         ({"correction_rank": 4}, False, True, False),
+        ({"linear_shortcut": True}, False, True, False),
+        ({"linear_shortcut": True, "draft_vocab_size": 12}, False, True, False),
         ({"features": [1, 0]}, False, False, False),
     ],
     ids=str,
@@ -192,7 +194,8 @@ def test_engines_that_cannot_hold_the_heads_are_not_promised(
     assert ('"method": "custom_class", "num_speculative_tokens": 2' in card) == plugin
     assert ("text-generation-launcher --model-id alice/heads" in card) == tgi
     assert ("vLLM and TGI cannot hold these heads" in card) == (not plugin)
-    assert ("--to tgi --full_vocabulary" in card) == (tokens is not None)
+    whole = tokens is not None and not shape.linear_shortcut
+    assert ("--to tgi --full_vocabulary" in card) == whole
     assert 'custom_generate="alice/heads", trust_remote_code=True' in card
     assert 'MedusaModel.from_pretrained("alice/heads")' in card
 

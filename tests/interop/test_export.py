@@ -202,6 +202,7 @@ REFUSED: list[tuple[WrittenFormat, dict[str, Any], str]] = [
     *((to, {"prefix_attention": True}, "no prefix layer") for to in ("vllm", "lorax")),
     *((to, {"kind": "block"}, "heads: DFlash.*train with features") for to in ("vllm", "tgi")),
     ("vllm", {"correction_rank": 4}, "no correction by the token before"),
+    ("vllm", {"linear_shortcut": True}, "no linear shortcut: train without linear_shortcut"),
     *((to, {"features": [0]}, "no features of the target's layers") for to in ("vllm", "tgi")),
     ("tgi", {"draft_vocab_size": 20}, "20 tokens; --full_vocabulary"),
     ("fasterdecoding", {"draft_vocab_size": 20, "vocab_matrix": "own"}, "vocabulary of 20 tokens$"),

@@ -75,12 +75,17 @@ def fit_batch(
 
 def check_filled(args: TrainingArguments, rows: int | None) -> None:
     """Raises ValueError: the rows do not fill a batch, and none is taken that is not full."""
-    batch = args.train_batch_size * (1 if _split(args) else args.world_size)
+    batch = rows_of_all(args)
     if args.dataloader_drop_last and rows is not None and rows < batch:
         raise ValueError(
             f"dataloader_drop_last leaves no batch: {rows} rows do not fill one of {batch}; lower "
             "per_device_train_batch_size, or give more text"
         )
+
+
+def rows_of_all(args: TrainingArguments) -> int:
+    """Rows of a training batch of all processes."""
+    return args.train_batch_size * (1 if _split(args) else args.world_size)
 
 
 def _split(args: TrainingArguments) -> bool:

@@ -17,7 +17,7 @@ from transformers import TrainingArguments
 from medusa_heads.heads import DecoderHeads, DraftHeads
 from medusa_heads.heads.correction import Correction
 from medusa_heads.heads.fusion import Fusion
-from medusa_heads.heads.hydra import WideBlock
+from medusa_heads.heads.medusa import WideBlock
 
 TUNED_WIDTH = 384
 """Of the target that the default rates were measured on."""

@@ -14,7 +14,13 @@ _FIVE = {"num_heads": 5, "loss": "cross_entropy=0.5,forward_kl=0.5"}
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     "fast": {"kind": "medusa", "num_heads": 4},
     "served": {"kind": "block", "correction_rank": 128, "usual_features": True, **_FIVE},
-    "balanced": {"kind": "medusa", "correction_rank": 128, "prefix_attention": True, **_FIVE},
+    "balanced": {
+        "kind": "medusa",
+        "linear_shortcut": True,
+        "correction_rank": 128,
+        "prefix_attention": True,
+        **_FIVE,
+    },
     "best": {"kind": "hydra", "prefix_attention": True, **_FIVE},
 }
 """Flags of `train-heads` that each stands for; docs/benchmarks/recipes.md has what they cost and

@@ -72,8 +72,8 @@ class Comparison:
         return True
 
     def check(self, losses: Tensor, step: int, rate: float) -> None:
-        """Take the losses of a comparison, now and in the beginning, [2, F]. Raises ValueError: the
-        last few say by each figure that training makes worse what learns."""
+        """Take the losses of a comparison, now and with nothing learnt, [2, F]. Raises ValueError:
+        the last few say by each figure that training makes worse what learns."""
         self._losses.append(losses)
         if len(self._losses) < _COMPARISONS:
             return
@@ -81,6 +81,6 @@ class Comparison:
         if not bool((now_F <= _WORSE * began_F).any()):  # NaN is refused too
             raise ValueError(
                 f"training has made {self._worse}: by step {step + 1} the loss is "
-                f"{float(now_F[0]):.3g}, in the beginning it was {float(began_F[0]):.3g} on the "
+                f"{float(now_F[0]):.3g}, with nothing learnt it is {float(began_F[0]):.3g} on the "
                 f"same text; the learning rate {rate:g} is too high, so give a lower {self._rates}"
             )

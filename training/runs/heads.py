@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from accelerate.utils import send_to_device
 from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
@@ -22,7 +20,7 @@ from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS, check_takes_matrix
 from medusa_heads.checkpoint.tensor_file import mapped_tensors
 from medusa_heads.config import HeadsConfig
-from medusa_heads.heads import DecoderHeads, DraftHeads, new_heads
+from medusa_heads.heads import DraftHeads, new_heads
 from medusa_heads.training.arguments.batch import fit_batch
 from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.arguments.joint_config import JointConfig
@@ -31,17 +29,10 @@ from medusa_heads.training.arguments.rates import fit_rate
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.arguments.vocabulary import DraftVocab
 from medusa_heads.training.data.draft_vocabulary import DraftVocabulary, choose_vocabulary
-from medusa_heads.training.data.prepare import TrainingData
 from medusa_heads.training.hidden.cache_setup import open_hidden_states
 from medusa_heads.training.hidden.launched import launched_sharding
 from medusa_heads.training.hidden.sharding import in_all, is_sharded
-from medusa_heads.training.hidden.states import HiddenStates
-from medusa_heads.training.loss.least_squares import (
-    ROWS_A_COLUMN,
-    begins_with_least_squares,
-    columns,
-    fit_linear,
-)
+from medusa_heads.training.measure.beginning import fit_fresh, scale_fresh
 from medusa_heads.training.measure.calibration import calibrate, calibration_figures
 from medusa_heads.training.measure.metrics import rank_statistics
 from medusa_heads.training.measure.report import make_report, write_report
@@ -51,10 +42,6 @@ from medusa_heads.training.runs.record import steps_before
 from medusa_heads.training.runs.setup import GivenTarget, GivenText, Names, Run
 
 logger = logging.getLogger(__name__)
-
-FITTED_SHARE = 0.25
-"""Of the positions that a run learns from, those by which fresh heads are fitted before: that takes
-a tenth of the run at most."""
 
 
 def train_heads(
@@ -184,8 +171,6 @@ def train_heads(
     )
     batch_size = run.args.eval_batch_size
     in_all(lambda: scale_fresh(heads, hidden_states, run.data.held_out, batch_size))
-    if run.checkpoint is None and begins_with_least_squares(heads):
-        in_all(lambda: _fit(heads, hidden_states, run.data, run.args))
     common = {"objective": objective, "hidden_states": hidden_states, **run.hooks}
     carried: Any = nullcontext() if joint is None else adapted(run.target, joint)
     with carried as adapter:
@@ -195,6 +180,9 @@ def train_heads(
             trainer = JointTrainer(
                 heads, run.target, adapter, run.args, *run.sets, config=joint, **common
             )
+        fitted = 0
+        if run.checkpoint is None:
+            fitted = in_all(lambda: fit_fresh(heads, hidden_states, run.data, run.args))
         trained, measured = run.learn(trainer, "heads were", with_adapter=joint is None)
         ranks_BTK = torch.as_tensor(measured.predictions)
         statistics = rank_statistics(ranks_BTK)
@@ -216,7 +204,8 @@ def train_heads(
                 adapter=adapter,
                 with_vocab_matrix=with_vocab_matrix,
             )
-            metrics = run.write_figures(trainer, trained, measured.metrics or {}, story)
+            figures = {**(measured.metrics or {}), "fitted_positions": fitted}
+            metrics = run.write_figures(trainer, trained, figures, story)
             report = make_report(
                 statistics,
                 ranks_BTK,
@@ -234,39 +223,6 @@ def train_heads(
 
 def trainer_of(joint: JointConfig | None) -> type[HeadsTrainer]:
     return HeadsTrainer if joint is None else JointTrainer
-
-
-def scale_fresh(
-    heads: DraftHeads, hidden_states: HiddenStates, text: Dataset, batch_size: int
-) -> None:
-    """Let fresh heads whose output is normalised be as sure as the target, by the first row of a
-    text, read in the batch in which an evaluation reads it: in others it rounds differently."""
-    if isinstance(heads, DecoderHeads):
-        rows = [text[place] for place in range(min(batch_size, len(text)))]
-        some = send_to_device(hidden_states.collate(rows), hidden_states.target.device)
-        heads.scale_to(hidden_states.of(some)[:1, : len(rows[0]["input_ids"])])
-
-
-def _fit(
-    heads: DraftHeads, hidden_states: HiddenStates, data: TrainingData, args: TrainingArguments
-) -> None:
-    """Let fresh heads begin with least squares, by some of the rows that they will learn from."""
-    rows: Any = data.rows
-    count, learnt_of_row = data.rows_and_learnt()
-    if args.max_steps > 0:
-        of_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        passed = args.max_steps * of_step
-    else:
-        passed = (count or 0) * args.num_train_epochs
-    most_rows = min(ROWS_A_COLUMN * columns(heads), FITTED_SHARE * passed * learnt_of_row)
-    some = iter(rows) if count is None else (rows[i] for i in hidden_states.order(count, args.seed))
-
-    def batches() -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
-        while batch := list(islice(some, args.eval_batch_size)):
-            inputs = send_to_device(hidden_states.collate(batch), hidden_states.target.device)
-            yield hidden_states.of(inputs), inputs
-
-    fit_linear(heads, batches(), most_rows)
 
 
 def _drafted(

@@ -149,7 +149,11 @@ FEW = 20  # tokens that heads can draft
 HEADS_FAMILY = "random heads"
 HEADS: dict[str, dict[str, Any]] = {
     "medusa": {},
-    "medusa, 2 layers, prefix": {"num_layers": 2, "prefix_attention": True},
+    "medusa, 2 layers, prefix": {
+        "num_layers": 2,
+        "prefix_attention": True,
+        "linear_shortcut": True,
+    },
     "medusa, own matrix, few tokens": {"vocab_matrix": "own", "draft_vocab_size": FEW},
     "hydra": {"kind": "hydra"},
     "hydra, 2 layers, few tokens": {"kind": "hydra", "num_layers": 2, "draft_vocab_size": FEW},

@@ -26,7 +26,7 @@ from tests.pairs import alternately
 
 KINDS: dict[str, dict[str, Any]] = {
     "medusa": {"kind": "medusa"},
-    "medusa, prefix": {"num_layers": 2, "prefix_attention": True},
+    "medusa, prefix": {"num_layers": 2, "prefix_attention": True, "linear_shortcut": True},
     "medusa, own matrix, 50 tokens": {"vocab_matrix": "own", "draft_vocab_size": 50},
     "hydra": {"kind": "hydra", "num_layers": 2},
     "hydra, 50 tokens": {"kind": "hydra", "draft_vocab_size": 50},

@@ -1,4 +1,4 @@
-"""Sequential heads begin with the maps that a solver finds for all pairs written out by hand."""
+"""Linear shortcuts begin with the maps that a solver finds for all pairs written out by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.data.pack import hidden_of
 from medusa_heads.training.loss.heads import batch_loss
-from medusa_heads.training.loss.least_squares import RIDGE, columns, fit_linear
+from medusa_heads.training.loss.least_squares import (
+    RIDGE,
+    RIDGE_OF_TOKEN,
+    begins_with_least_squares,
+    columns,
+    fit_linear,
+)
 from medusa_heads.training.runs.heads import train_heads
 from tests.conftest import TinyLlama
 
@@ -49,33 +55,51 @@ def read(target: TargetModel, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[s
     return target.hidden(inputs["input_ids"]), inputs
 
 
-def pairs(target: TargetModel, heads: DraftHeads, head: int, documents: list[Tensor]) -> Any:
+def pairs(
+    target: TargetModel, heads: DraftHeads, head: int, tokens: int, documents: list[Tensor]
+) -> tuple[Tensor, Tensor]:
     """What a head reads and what it should make of it, position by position, of whole documents
     whose first five tokens are a prompt."""
     read, made = [], []
     for ids_T in documents:
         hidden_TD = target.hidden(ids_T[None])[0]
-        embedded_TD = heads.embed(ids_T)
         for t in range(4, len(ids_T) - K - 1):
-            tokens = embedded_TD[t + 1 : t + 2 + head].flatten()
-            read.append(torch.cat([torch.ones(1), hidden_TD[t], tokens]))
+            parts = [torch.ones(1), hidden_TD[t]]
+            if tokens:
+                parts.append(heads.embed(ids_T[t + 1 : t + 1 + tokens]).flatten())
+            read.append(torch.cat(parts))
             made.append(hidden_TD[t + 1 + head])
     return torch.stack(read).double(), torch.stack(made).double()
 
 
-def check(target: TargetModel, heads: DraftHeads, documents: list[Tensor]) -> None:
-    """Ridge regression by augmented rows, which shares nothing with sums and their triangles."""
-    for i, head in enumerate(heads.heads()):
-        read_RC, made_RD = pairs(target, heads, i, documents)
+def expected_maps(
+    target: TargetModel, heads: DraftHeads, tokens: list[int], documents: list[Tensor]
+) -> list[Tensor]:
+    """Of each head by ridge regression of augmented rows, which shares nothing with sums and their
+    triangles: the map of 1, of h_t and of as many tokens as it reads, [C, D]."""
+    maps = []
+    for i, read_tokens in enumerate(tokens):
+        read_RC, made_RD = pairs(target, heads, i, read_tokens, documents)
         share = RIDGE * columns(heads) / len(read_RC)
         ridge_CC = (read_RC.square().sum(dim=0) * share).sqrt().diag()
         zeros_CD = torch.zeros(len(ridge_CC), WIDTH, dtype=torch.float64)
-        expected_CD = torch.linalg.lstsq(
-            torch.cat([read_RC, ridge_CC]), torch.cat([made_RD, zeros_CD])
-        ).solution
-        linear = head[0].res_connection
-        found_CD = torch.cat([linear.bias[None], linear.weight.T]).double()
-        torch.testing.assert_close(found_CD, expected_CD, rtol=2e-3, atol=2e-4)
+        augmented = torch.cat([read_RC, ridge_CC]), torch.cat([made_RD, zeros_CD])
+        maps.append(torch.linalg.lstsq(*augmented).solution)
+    return maps
+
+
+def check(target: TargetModel, heads: DraftHeads, documents: list[Tensor]) -> None:
+    for i, expected_CD in enumerate(expected_maps(target, heads, [1, 2, 3], documents)):
+        assert_near(found_map(heads, i), expected_CD)
+
+
+def found_map(heads: DraftHeads, head: int) -> Tensor:
+    linear = list(heads.heads())[head][0].res_connection
+    return torch.cat([linear.bias[None], linear.weight.T]).double()
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-4)
 
 
 @pytest.mark.parametrize("settings", [{}, {"prefix_attention": True}, {"features": [1]}])
@@ -85,34 +109,65 @@ def test_the_maps_are_those_of_ridge_regression(
     heads, whole = fresh(target, **settings), text()
     reads = target.with_features(heads.config.features)
     halves = [{name: part_BT[at] for name, part_BT in whole.items()} for at in HALVES]
-    assert fit_linear(heads, [read(reads, half) for half in halves], 10_000) == 12 * (32 - K - 5)
+    assert fit_linear(heads, [read(reads, half) for half in halves]) == 12 * (32 - K - 5)
     check(target, heads, list(whole["input_ids"]))
+
+
+@pytest.mark.parametrize("prefix_attention", [False, True])
+def test_medusa_heads_get_their_share(target: TargetModel, prefix_attention: bool) -> None:
+    """Without a layer before them maps of h_t alone. With one, maps of h_t beside token t + 1; what
+    they should make of the token, the layer hands to all of them as well as it can."""
+    settings: Any = {"linear_shortcut": True, "prefix_attention": prefix_attention}
+    heads, whole = new_heads(target, HeadsConfig(num_heads=K, **settings)), text(60)
+    fit_linear(heads, [read(target, whole)])
+    tokens = [int(prefix_attention)] * K
+    maps = expected_maps(target, heads, tokens, list(whole["input_ids"]))
+    for i, expected_CD in enumerate(maps):
+        assert_near(found_map(heads, i), expected_CD[: 1 + WIDTH])
+    if prefix_attention:
+        stacked_XD = torch.cat([map_CD[1 : 1 + WIDTH].T for map_CD in maps])
+        ridge = (RIDGE_OF_TOKEN * stacked_XD.square().sum() / WIDTH).sqrt()
+        stacked_XD = torch.cat([stacked_XD, ridge * torch.eye(WIDTH, dtype=torch.float64)])
+        wanted = [map_CD[1 + WIDTH :].T for map_CD in maps] + [torch.zeros(WIDTH, WIDTH).double()]
+        expected_DD = torch.linalg.lstsq(stacked_XD, torch.cat(wanted)).solution
+        assert_near(heads.prefix.token.weight.double(), expected_DD)
+
+
+def test_heads_without_a_shortcut_have_no_such_beginning(target: TargetModel) -> None:
+    for config in (HeadsConfig(), HeadsConfig(kind="eagle3"), HeadsConfig(kind="block")):
+        assert not begins_with_least_squares(new_heads(target, config))
 
 
 def test_no_pair_crosses_from_one_packed_document_into_the_next(target: TargetModel) -> None:
     heads, whole = fresh(target), text()
     packed = {name: part_BT.reshape(6, 64) for name, part_BT in whole.items()}
     packed["position_ids"] = torch.arange(32).repeat(6, 2)
-    fit_linear(heads, [(hidden_of(target, packed), packed)], 10_000)
+    fit_linear(heads, [(hidden_of(target, packed), packed)])
     check(target, heads, list(whole["input_ids"]))
 
 
-def test_text_is_read_until_there_is_enough(target: TargetModel) -> None:
-    batches = [read(target, text(4))] * 5
-    assert fit_linear(fresh(target), batches, 4 * 24 + 1) == 2 * 4 * 24
+def test_states_that_are_not_finite_are_left_out(target: TargetModel) -> None:
+    """A row reads one state and is taught K: none of them may be lost."""
+    heads, whole = fresh(target), text()
+    hidden_BTD, _ = read(target, whole)
+    hidden_BTD[3, 20], hidden_BTD[8, -2] = torch.nan, torch.inf
+    rows = 12 * (32 - K - 5)
+    assert fit_linear(heads, [(hidden_BTD, whole)]) == rows - (K + 1) - 1
+    assert all(parameter.isfinite().all() for parameter in heads.parameters())
 
 
 def test_fitted_heads_know_more_than_fresh_ones(target: TargetModel) -> None:
     heads, whole = fresh(target), text(40)
     hidden_BTD = target.hidden(whole["input_ids"])
     before = batch_loss(heads, hidden_BTD, whole, objective=LossConfig())
-    fit_linear(heads, [(hidden_BTD, whole)], 10_000)
+    fit_linear(heads, [(hidden_BTD, whole)])
     assert batch_loss(heads, hidden_BTD, whole, objective=LossConfig()) < before
 
 
 def test_little_text_leaves_heads_as_they_are(target: TargetModel) -> None:
     heads = fresh(target)
-    assert fit_linear(heads, [read(target, text(4))], 10_000) == 4 * 24 < columns(heads) / 2
+    assert columns(heads) / 2 > 4 * 24
+    assert fit_linear(heads, [read(target, text(4))]) == 0
     before = fresh(target).state_dict()
     assert all(torch.equal(found, before[name]) for name, found in heads.state_dict().items())
 
@@ -121,7 +176,11 @@ def test_training_begins_with_them(
     target: TargetModel, make_rows: Callable[..., Dataset], tmp_path: Path
 ) -> None:
     """By a run whose rate moves nothing: its heads are those that all of its rows make."""
-    run = {"max_steps": 24, "per_device_train_batch_size": 8, "learning_rate": 1e-12}
+    run: dict[str, Any] = {
+        "max_steps": 24,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 1e-12,
+    }
     args = OptimisationArguments(**run, output_dir=str(tmp_path), training_args={"use_cpu": True})
     heads = train_heads(
         target,
@@ -133,6 +192,6 @@ def test_training_begins_with_them(
     )
     expected, rows = fresh(target), make_rows(40).with_format("torch")
     inputs = {name: rows[:][name] for name in ("input_ids", "labels")}
-    assert fit_linear(expected, [read(target, inputs)], 10_000) == 40 * 17
+    assert fit_linear(expected, [read(target, inputs)]) == 40 * 17
     for name, tensor in heads.state_dict().items():
         torch.testing.assert_close(tensor, expected.state_dict()[name], rtol=1e-3, atol=1e-4)

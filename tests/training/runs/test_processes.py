@@ -91,7 +91,9 @@ def test_two_processes_learn_what_one_does_with_twice_the_batch(
     flags: list[str], target: TargetModel, tmp_path: Path
 ) -> None:
     assert main([*flags, BATCH, "8", "--output_dir", str(tmp_path / "one")]) == 0
-    done = launch("ddp", tmp_path, "plain,accumulated,resumed,sharded,distilled", flags)
+    fitted = ["--linear_shortcut", "--output_dir", str(tmp_path / "fitted")]
+    assert main([*flags, BATCH, "8", *fitted]) == 0
+    done = launch("ddp", tmp_path, "plain,accumulated,resumed,sharded,distilled,fitted", flags)
     assert done.returncode == 0, done.stdout + done.stderr
 
     one, ddp = tmp_path / "one", tmp_path / "ddp"
@@ -105,6 +107,12 @@ def test_two_processes_learn_what_one_does_with_twice_the_batch(
             torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-6)
         run = yaml.safe_load((ddp / name / "run.yaml").read_text())
         assert run["target_weights_sha256"] == target.weights_digest()
+    found = heads_in(ddp / "fitted")  # by sums of what each has read
+    for key, tensor in heads_in(tmp_path / "fitted").items():
+        torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-3)
+    assert (
+        found["0.0.res_connection.weight"] - torch.eye(len(found["0.0.res_connection.bias"]))
+    ).norm() > 1
     assert {path.name for path in (ddp / "plain").iterdir()} == files
     assert {path.name for path in (ddp / "sharded").iterdir()} == files
     parts = {path.name for path in (ddp / "plain" / "checkpoint-8").iterdir()}

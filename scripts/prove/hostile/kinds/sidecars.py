@@ -92,6 +92,7 @@ CHANGES: dict[str, Change] = {
     "hidden_size": _set("heads", "hidden_size", value=[*WRONG, 0, 31, 33, 10**8]),
     "vocab_size": _set("heads", "vocab_size", value=[*WRONG, 0, 19, 10**8]),
     "prefix_attention": _set("heads", "prefix_attention", but=(True,)),
+    "linear_shortcut": _set("heads", "linear_shortcut", but=(True,)),
     "raw_embeddings": _set("heads", "raw_embeddings", but=(True,)),
     "draft_vocab_size": _set("heads", "draft_vocab_size",
         value=[0, -1, 3, 10**8, "x", 2.5, [], True]),
