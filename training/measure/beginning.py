@@ -64,6 +64,6 @@ def fit_fresh(
             batch = list(islice(some, together))[own]
             taken = batch if count is None else [rows[place] for place in batch]
             inputs = send_to_device(hidden_states.collate(taken), hidden_states.target.device)
-            yield hidden_states.of(inputs), inputs
+            yield hidden_states.of_step(inputs), inputs
 
     return fit_linear(heads, batches())
