@@ -30,7 +30,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "shared": {"vocab_matrix": "shared"},
     "own": {"vocab_matrix": "own", "num_layers": 2},
     "reduced-shared": {"vocab_matrix": "shared", "draft_vocab_size": 1001},
-    "corrected": {"vocab_matrix": "shared", "draft_vocab_size": 1001, "correction_rank": 16},
+    "corrected": {
+        "vocab_matrix": "shared",
+        "linear_shortcut": True,
+        "draft_vocab_size": 1001,
+        "correction_rank": 16,
+    },
     "corrected-own": {"vocab_matrix": "own", "correction_rank": 16},
     "reduced-own": {"vocab_matrix": "own", "draft_vocab_size": 1001},
     "eagle3": {"kind": "eagle3"},

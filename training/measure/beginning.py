@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 from medusa_heads.heads import DecoderHeads, DraftHeads
 from medusa_heads.training.arguments.batch import rows_of_all
 from medusa_heads.training.data.prepare import TrainingData
-from medusa_heads.training.hidden.states import HiddenStates
+from medusa_heads.training.hidden.states import DrawnOrder, HiddenStates
 from medusa_heads.training.loss.least_squares import (
     FEWEST_ROWS_A_COLUMN,
     ROWS_A_COLUMN,
@@ -54,10 +54,11 @@ def fit_fresh(
     most = min(FITTED_SHARE * passed, ROWS_A_COLUMN * needed / learnt_of_row, count or math.inf)
     if most * learnt_of_row < FEWEST_ROWS_A_COLUMN * needed:
         return 0
-    size = min(args.train_batch_size, args.eval_batch_size)
+    # In the batches of the first pass, which a cache was written in: others round differently.
+    size, seed = args.train_batch_size, args.seed if args.data_seed is None else args.data_seed
     together = size * args.world_size
     own = slice(size * args.process_index, size * (args.process_index + 1))
-    some = iter(rows) if count is None else cycle(hidden_states.order(count, args.seed))
+    some = iter(rows) if count is None else cycle(DrawnOrder(count, seed))
 
     def batches() -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
         for _ in range(math.ceil(most / together)):

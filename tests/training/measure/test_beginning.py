@@ -42,13 +42,13 @@ def run(**settings: Any) -> Any:
     """As much of a run's arguments as matters: two passes in steps of four rows."""
     usual = {
         "train_batch_size": 4,
-        "eval_batch_size": 16,
         "gradient_accumulation_steps": 1,
         "max_steps": -1,
         "num_train_epochs": 2,
         "world_size": 1,
         "process_index": 0,
         "seed": 0,
+        "data_seed": None,
         "accelerator_config": SimpleNamespace(split_batches=False),
     }
     return SimpleNamespace(**(usual | settings))
