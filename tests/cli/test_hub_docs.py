@@ -18,6 +18,11 @@ TOKEN = "hf_useruseruser"
 LANGUAGES = ("bash", "python")
 
 
+@pytest.fixture(scope="module")
+def pictures() -> None:
+    """They are drawn: what is pushed is looked at."""
+
+
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
     with LocalHub({TOKEN: "user"}) as hub:
