@@ -92,8 +92,8 @@ medusa-heads pull {repo_id} heads
     ]
     if config.draft_vocab_size is not None:
         why = "TGI cannot hold them: they draft from a part of the vocabulary."
-        lasting = config.correction_rank or config.linear_shortcut
-        if config.vocab_matrix == "shared" and not lasting:
+        beyond_medusa = config.correction_rank or config.linear_shortcut
+        if config.vocab_matrix == "shared" and not beyond_medusa:
             why += (
                 f" `medusa-heads export {repo_id} heads-tgi --to tgi --full_vocabulary` makes "
                 "heads that draft all of it, which was not tried."

@@ -81,9 +81,8 @@ FIVE = {"num_heads": 5}
 TOGETHER = FIVE | {"kind": "hydra", "prefix_attention": True}
 CORRECTED = FIVE | {"correction_rank": 128}
 EAGLE3 = FIVE | {"kind": "eagle3"}
-NORMED: dict[str, Any] = {
-    "decoder": replace(DecoderShape.of_width(384), norm_output=True)
-}  # the target's width
+TARGET_WIDTH = 384
+NORMED: dict[str, Any] = {"decoder": replace(DecoderShape.of_width(TARGET_WIDTH), norm_output=True)}
 PREFIX = {"prefix_attention": True}
 SHORTCUT: dict[str, Any] = {"linear_shortcut": True}
 RECIPES = {
