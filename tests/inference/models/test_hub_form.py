@@ -1,19 +1,21 @@
-"""The hub form: a checkpoint folder or repository given to transformers' own generate()."""
+"""transformers' own generate(), given a folder, a repository (the hub form) or a decoder."""
 
 from __future__ import annotations
 
 import gc
 import re
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from transformers import dynamic_module_utils
 from transformers.generation.streamers import BaseStreamer
 
-from medusa_heads import HeadsConfig, MedusaHeads, TargetModel
+from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
 from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.inference.models import hub_form
 from tests.conftest import TinyLlama
@@ -161,3 +163,33 @@ def test_mistakes_are_one_sentence(model: Any, folder: str, tiny_llama: TinyLlam
         model.generate(**INPUTS, **HUB, custom_generate=folder)
     with pytest.raises(ValueError, match="name the heads with heads="):
         hub_form.custom_generate(model, **INPUTS)
+
+
+@pytest.mark.parametrize("tree", ["auto", "dynamic:7+suffix"])
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_policy_that_learns_between_its_texts(
+    tiny_llama: TinyLlama, tree: str, lora: bool
+) -> None:
+    """As in reinforcement learning: what was drawn teaches the target, in place, and so on."""
+    policy: Any = tiny_llama(vocab_size=24)
+    heads = MedusaHeads.from_target(policy, HeadsConfig(num_heads=3))
+    if lora:
+        config = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+        inner, policy = policy, peft.get_peft_model(policy, config)
+    decoder = MedusaModel(inner if lora else policy, heads, tree=tree)
+    undrafted = MedusaModel(inner if lora else policy, heads, tree="none")
+    own = policy.train().generate
+    policy.generate = partial(own, custom_generate=decoder.decode)
+    learns = [weight for weight in policy.parameters() if weight.requires_grad]
+    optimizer, texts = torch.optim.AdamW(learns, lr=0.1 if lora else 3e-3), []
+    for _ in range(3):
+        greedy = seeded(policy, max_new_tokens=24, do_sample=False)
+        assert torch.equal(greedy, own(**INPUTS, max_new_tokens=24, do_sample=False))
+        drawn = seeded(policy, max_new_tokens=24, do_sample=True)
+        assert torch.equal(drawn, seeded(undrafted, max_new_tokens=24, do_sample=True))
+        assert policy.training and not drawn.is_inference()
+        texts.append(drawn)
+        policy(drawn, labels=drawn).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not torch.equal(texts[0], texts[1]) and not torch.equal(texts[1], texts[2])
