@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from medusa_heads.data.bad_rows import BadRow
-from medusa_heads.data.encoding import Ragged, begins, special_ids
+from medusa_heads.data.encoding import Ragged, begins, is_blank, special_ids
 from medusa_heads.data.formats import Conversation
 from medusa_heads.data.messages import parted, with_arguments, without_calls
 from medusa_heads.data.turns import LearntRows, end_of_turns, replaced, rows_of_turns
@@ -64,7 +64,6 @@ class ChatTemplate:
                 "chat_template"
             )
         self._special = special_ids(self.tokenizer)
-        self._blank: dict[int, bool] = {}
         # Templates of models that also see images may take texts for lists, and write nothing.
         self._takes_parts = self._writes(parted(_PROBE)) and not self._writes(_PROBE)
 
@@ -157,8 +156,8 @@ class ChatTemplate:
                     talk = [([*each.messages[:index], silent], each.tools)]
                     if silent and self._all_rendered(talk, ask=False) == [text]:
                         made = BadRow(
-                            f"the chat template leaves out the calls of message {index}, which "
-                            "says nothing else: give a chat_template that writes them"
+                            f"the chat template leaves out the calls of message {index}: give a "
+                            "chat_template that writes them"
                         )
                         break
             found.append(made)
@@ -209,7 +208,8 @@ class ChatTemplate:
                 merged.append((turn, joined))
         ids = replaced(ids, merged)
         starts = np.minimum(asked.lengths, ids.lengths)
-        ends = end_of_turns(ids, starts, self.stop_ids, self._special, self.is_blank)
+        blank = partial(is_blank, self.tokenizer)
+        ends = end_of_turns(ids, starts, self.stop_ids, self._special, blank)
         for turn in np.flatnonzero(ends == starts).tolist():
             nothing = f"the chat template renders nothing of message {turns[turn][0]}"
             problems.setdefault(turn, nothing)
@@ -236,11 +236,6 @@ class ChatTemplate:
                 "cannot be taken apart"
             )
         return joined
-
-    def is_blank(self, token: int) -> bool:
-        if token not in self._blank:
-            self._blank[token] = not str(self.tokenizer.decode([token])).strip()
-        return self._blank[token]
 
 
 def _spoken(conversation: Conversation) -> list[int] | BadRow:

@@ -117,13 +117,18 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def to_continue(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]) -> list[int]:
     """The same of the tokenizer's own ids: without its token for the start where the text begins
     with one, as a chat template may have written it, and without its token for the end where the
-    text does not end with one."""
+    text does not end with one, or is given another."""
     start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     doubled = start is not None and [*ids[:2]] == [start] * 2
     doubled = doubled and text.startswith(tokenizer.bos_token)
     ended = end is not None and len(ids) > 1 and ids[-1] == end
-    ended = ended and not text.endswith(tokenizer.eos_token)
+    ended = ended and (not text.endswith(tokenizer.eos_token) or ids[-2] == end)
     return [*ids[doubled : len(ids) - ended]]
+
+
+def is_blank(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
+    """Whether a token stands for white space, or for nothing."""
+    return not str(tokenizer.decode([token])).strip()
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:

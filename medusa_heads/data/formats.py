@@ -185,7 +185,8 @@ def plain_columns(content: Content) -> dict[str, Any]:
     if isinstance(content, Conversation):
         texts = {"messages": content.messages, "tools": content.tools or None}
         for name, value in texts.items():
-            columns[name] = value and json.dumps(value, ensure_ascii=False)
+            # Messages may have times beside their texts, and whatever else a table holds.
+            columns[name] = value and json.dumps(value, ensure_ascii=False, default=str)
         columns[CONTEXT_COLUMN] = columns.pop("context")
     elif isinstance(content, Tokens):
         document = columns.pop("document")

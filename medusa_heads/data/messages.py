@@ -86,14 +86,15 @@ def _call(call: Any, as_text: bool) -> Any:
 
 
 def without_calls(message: Mapping[str, Any], text: str) -> dict[str, Any] | None:
-    """A message that only calls tools, without its calls, where what a template makes of it names
-    none of them: it may write them by their ids, as Kimi's does, or leave them out."""
+    """A message that calls tools, without its calls, where a template may have left them out of the
+    text that it made: all but where that names one of them behind a message that says nothing else.
+    It may write calls by their ids, as Kimi's does."""
     calls = message.get("tool_calls")
-    if not isinstance(calls, list) or not calls or message["content"].strip():
+    if not isinstance(calls, list) or not calls:
         return None
     inner = [call.get("function", call) if isinstance(call, Mapping) else {} for call in calls]
     names = [one.get("name") if isinstance(one, Mapping) else None for one in inner]
-    if any(isinstance(name, str) and name in text for name in names):
+    if not message["content"].strip() and any(isinstance(n, str) and n in text for n in names):
         return None
     return {key: value for key, value in message.items() if key != "tool_calls"}
 
@@ -144,6 +145,13 @@ def _message(
     weight = found.get("weight", 1)
     if found["role"] == "assistant" and (type(weight) not in (int, float) or weight not in (0, 1)):
         raise BadRow(f"{where} has the weight {weight!r}, expected 0 or 1")
+    if "tool_calls" in found:
+        # Templates ask whether there are calls, not whether there is one.
+        found["tool_calls"] = _list(
+            found["tool_calls"] or [], f"tool_calls of message {index}", False
+        )
+        if not found["tool_calls"]:
+            del found["tool_calls"]
     # Calls come without content, and templates write out what is given: None as 'None'.
     found["content"] = _text(found.get("content"), where)
     empty = not found["content"].strip() and not found.get("tool_calls")

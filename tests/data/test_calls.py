@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
+from medusa_heads.data.bad_rows import BadRow
+from medusa_heads.data.messages import messages_of
+from medusa_heads.data.sources import as_corpus
+from tests.data.corpus_files import contents
 from tests.data.test_chat import USER, learnt
 from tests.training import templates
 
@@ -33,3 +39,28 @@ def test_arguments_of_calls_are_written_as_the_model_writes_them(given: Any, wri
     )
     assert said == 'find {"city": "Z\u00fcrich"}<|im_end|>'
     assert call["function"]["arguments"] == given  # type: ignore[index]
+
+
+@pytest.mark.parametrize("none", [[], "[]", None])
+def test_an_answer_with_no_calls_keeps_its_text(none: Any) -> None:
+    """As exports of chats have it. Templates that ask only whether there are calls wrote none of
+    the text."""
+    asks = "{%- if m.tool_calls is defined %}{{- 'CALLS' }}{%- else %}{{- m.content }}{%- endif %}"
+    template = CALLS.replace("{{- '<|im_start|>' + m.role + '\\n' + m.content }}", "BEGUN" + asks)
+    template = template.replace("BEGUN", "{{- '<|im_start|>' + m.role + '\\n' }}")
+    answer = {"role": "assistant", "content": "Yo.", "tool_calls": none}
+    [[said]] = learnt(templates.chat_tokenizer(), template, messages_of([USER, answer], "messages"))
+    assert said == "Yo.<|im_end|>"
+
+
+def test_calls_may_be_given_as_json() -> None:
+    calls = [{"type": "function", "function": {"name": "find", "arguments": {"city": None}}}]
+    rows = [
+        {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": given}]}
+        for given in (json.dumps(calls), "[]")
+    ]
+    [read] = contents(as_corpus(Dataset.from_list(rows[:1]), "table"))
+    assert read.messages[1]["tool_calls"] == calls
+    for given, message in (("{}", "is of type dict"), ("find", "is a text and not a list in JSON")):
+        with pytest.raises(BadRow, match=f"'tool_calls of message 0' {message}"):
+            messages_of([{"role": "assistant", "tool_calls": given}], "messages")

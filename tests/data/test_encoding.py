@@ -198,6 +198,7 @@ def test_a_prompt_is_no_ended_text() -> None:
     start, end = ending.bos_token_id, ending.eos_token_id
     assert ending("x = 1")["input_ids"] == [start, *alone, end]
     assert prompt_ids(ending, "x = 1") == [start, *alone]
+    assert prompt_ids(ending, "x = 1<|endoftext|>") == [start, *alone, end]
     ending.chat_template = None
     asked = read_dialogues(Dataset.from_dict({"prompt": ["x = 1"]}), ending)
     assert [list(each.ask(0)[0]) for each in asked] == [[start, *alone]]

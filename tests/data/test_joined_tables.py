@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,17 @@ def test_columns_that_nobody_reads_may_differ(tmp_path: Path) -> None:
     documents = [Document(text) for text in "abc"]
     assert contents(load_corpus(str(tmp_path))) == documents
     assert contents(load_corpus(f"{tmp_path}/*.parquet")) == documents
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_messages_may_say_when_they_were_written(streaming: bool, tmp_path: Path) -> None:
+    """Or hold whatever else a table can and JSON cannot."""
+    times = [datetime(2026, 1, day, 12, 30) for day in (1, 2)]
+    talk = [{**said, "at": at} for said, at in zip(TALKS[0], times, strict=True)]
+    parquet(tmp_path / "a.parquet", talk)
+    [found] = contents(load_corpus(str(tmp_path / "a.parquet"), streaming=streaming))
+    assert [said["content"] for said in found.messages] == ["Hi", "Hello"]
+    assert str(found.messages[0]["at"]) == "2026-01-01 12:30:00"
 
 
 def test_a_broken_row_is_named_by_its_own_file(tmp_path: Path) -> None:

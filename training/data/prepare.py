@@ -290,9 +290,7 @@ def make_tokeniser(
         return Tokeniser(corpus.format, None, settings.max_length, limits=limits)
     if tokenizer is None:
         raise ValueError("text needs the target's tokenizer, and none was found beside the target")
-    chat = None
+    chat, stops = None, stop_ids(target.model)
     if corpus.format.name == "messages" or settings.chat_template or tokenizer.chat_template:
-        chat = ChatTemplate(
-            tokenizer, settings.template_text(), settings.template_kwargs(), stop_ids(target.model)
-        )
-    return Tokeniser(corpus.format, tokenizer, settings.max_length, chat, limits)
+        chat = ChatTemplate(tokenizer, settings.template_text(), settings.template_kwargs(), stops)
+    return Tokeniser(corpus.format, tokenizer, settings.max_length, chat, limits, stops)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from medusa_heads.config import IGNORED
 from medusa_heads.data.bad_rows import BadRow
 from medusa_heads.data.chat import ChatTemplate, continuation
-from medusa_heads.data.encoding import Chosen, Encoder, Ragged, begins, ends_of
+from medusa_heads.data.encoding import Chosen, Encoder, Ragged, begins, ends_of, is_blank
 from medusa_heads.data.formats import (
     LARGEST_TOKEN,
     Completion,
@@ -44,6 +45,7 @@ class Tokeniser:
     max_length: int  # longer documents become several rows, longer answers are cut on the right
     chat: ChatTemplate | None = None  # for conversations
     limits: RowLimits | None = None  # None where `check_rows` refuses rows that do not fit
+    stop_ids: Collection[int] = ()  # tokens that end the target's generation
 
     def __post_init__(self) -> None:
         self._encoder = None if self.tokenizer is None else Encoder(self.tokenizer)
@@ -234,7 +236,13 @@ class Tokeniser:
         ids = self._encoder(texts, special_tokens=True)
         end, token = self.tokenizer.eos_token, self.tokenizer.eos_token_id
         at_end = [] if token is None else _at_end(ids, token).tolist()
-        ended = [number for number in at_end if not texts[number].endswith(end)]
+        before = [max(ids.offsets[n + 1] - 2, ids.offsets[n] - 1) for n in at_end]
+        ended = [
+            n
+            for n, place in zip(at_end, before, strict=True)
+            if not texts[n].endswith(end)
+            or (place >= ids.offsets[n] and ids.values[place] == token)
+        ]
         lengths = ids.lengths - np.isin(np.arange(len(texts)), ended)
         doubled = np.zeros(len(texts), bool)
         for number in self._twice(self.tokenizer.bos_token_id, ids).tolist():
@@ -250,10 +258,10 @@ class Tokeniser:
     def _until_stop(self, ids: Ragged, starts: Any) -> Ragged:
         """Without what stands behind the first token at the end that ends the target's text, as a
         chat template may have written both into a completion: the target writes no more."""
-        if self.chat is None:
-            return ids
-        stops = self.chat.stop_ids
-        return ids.part(ids.starts, end_of_turns(ids, starts, stops, stops, self.chat.is_blank))
+        assert self.tokenizer is not None
+        blank = partial(is_blank, self.tokenizer)
+        ends = end_of_turns(ids, starts, self.stop_ids, self.stop_ids, blank)
+        return ids.part(ids.starts, ends)
 
     def _ended(self, ids: Ragged) -> Ragged:
         """With the tokenizer's end token, if it has one, but where the row ends already as the
@@ -263,7 +271,7 @@ class Tokeniser:
         if end is None:
             return ids
         open_ = np.ones(len(ids.lengths), bool)
-        open_[_at_end(ids, end, *(self.chat.stop_ids if self.chat is not None else ()))] = False
+        open_[_at_end(ids, end, *self.stop_ids)] = False
         values = np.insert(ids.values, ids.offsets[1:][open_], end)
         return Ragged(values, ends_of(ids.lengths + open_))
 

@@ -46,15 +46,15 @@ def head_labels(labels_BT: Tensor, num_heads: int, position_ids_BT: Tensor | Non
     none.
 
     `labels_BT` is unshifted: `labels[t]` is the token at t, -100 where the text was not generated
-    (a prompt, padding). Head i at t predicts token t + 2 + i, and is supervised iff token t + 1 is
-    generated text (only then does the engine draft from t) and token t + 2 + i is too. Where
+    (a prompt, padding). Head i at t predicts token t + 2 + i, and is supervised iff that and all
+    tokens from t + 1 on are generated text: only then does the engine draft it from t. Where
     several documents are packed in a row, their `position_ids` each start at 0, and no label
     crosses over.
     """
-    offsets = (head_offset(i) for i in range(num_heads))
+    offsets = (1, *(head_offset(i) for i in range(num_heads)))
     ahead = [_ahead(labels_BT, offset, position_ids_BT) for offset in offsets]
-    next_is_generated_BT = _ahead(labels_BT, 1) != IGNORED
-    return torch.stack(ahead, dim=2).masked_fill(~next_is_generated_BT[..., None], IGNORED)
+    generated_BTO = torch.stack([label_BT != IGNORED for label_BT in ahead], dim=2).cumprod(dim=2)
+    return torch.stack(ahead[1:], dim=2).where(generated_BTO[..., 1:] > 0, IGNORED)
 
 
 def next_rows(labels_BT: Tensor, position_ids_BT: Tensor | None = None) -> Pairs:

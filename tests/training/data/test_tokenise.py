@@ -123,6 +123,14 @@ def test_an_end_that_the_tokenizer_adds_does_not_stand_between_prompt_and_comple
         "<s>b<|endoftext|>",
     ]
     assert rows["labels"][1] == [-100, *rows["input_ids"][1][1:]]
+    # Nor twice behind a text that has it.
+    texts = [{"text": f"a{end}"} for end in ("", "<|endoftext|>", " <|endoftext|>")]
+    rows, *_ = rows_of(ending, texts)
+    assert [ending.decode(ids) for ids in rows["input_ids"]] == [
+        "<s>a<|endoftext|>",
+        "<s>a<|endoftext|>",
+        "<s>a <|endoftext|>",
+    ]
 
 
 @pytest.mark.parametrize("end", ["", "<|endoftext|>"])
@@ -153,13 +161,16 @@ def test_a_completion_that_merges_with_the_prompt_keeps_the_prompts_tokens(token
     assert tokenizer.decode(rows["labels"][0][len(prompt) :]) == "self<|endoftext|>"
 
 
-def test_a_completion_that_a_template_has_rendered_is_learnt_up_to_its_end(tokenizer: Any) -> None:
+@pytest.mark.parametrize("with_template", [True, False])
+def test_a_completion_that_a_template_has_rendered_is_learnt_up_to_its_end(
+    tokenizer: Any, with_template: bool
+) -> None:
     """Behind the token that ends its text the target writes nothing."""
     stops = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     answers = ["x<|im_end|>\n", "x<|im_end|>", "x<|im_end|>\n<|endoftext|>", "x", "<|im_end|>x\n"]
     corpus = as_corpus(Dataset.from_list([{"prompt": "a\n", "completion": c} for c in answers]), "")
-    chat = ChatTemplate(tokenizer, templates.CHATML, stop_ids=stops)
-    rows = tokenise(corpus, Tokeniser(corpus.format, tokenizer, 512, chat)).rows
+    chat = ChatTemplate(tokenizer, templates.CHATML, stop_ids=stops) if with_template else None
+    rows = tokenise(corpus, Tokeniser(corpus.format, tokenizer, 512, chat, stop_ids=stops)).rows
     learnt = [tokenizer.decode([label for label in row if label != -100]) for row in rows["labels"]]
     assert learnt == [*["x<|im_end|>"] * 3, "x<|endoftext|>", "<|im_end|>x\n<|endoftext|>"]
 

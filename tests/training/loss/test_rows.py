@@ -29,10 +29,13 @@ def test_padding_on_the_right_is_never_a_label() -> None:
     assert rows.labels_RK.tolist() == [[22, 23, X], [23, X, X]]
 
 
-def test_text_between_two_prompts_supervises_only_where_the_next_token_is_generated() -> None:
+def test_no_head_learns_across_text_that_was_not_generated() -> None:
+    """Where an answer ends nothing is drafted, and so nothing of the next one either."""
     labels_BT = torch.tensor([[X, 11, 12, X, X, 15, 16, 17]])
     labels_TK = head_labels(labels_BT, 2)[0].tolist()
     assert labels_TK == [[12, X], [X, X], [X, X], [X, X], [16, 17], [17, X], [X, X], [X, X]]
+    labels_TK = head_labels(labels_BT, 5)[0].tolist()
+    assert labels_TK[:2] == [[12, X, X, X, X], [X] * 5] and labels_TK[4] == [16, 17, X, X, X]
 
 
 def test_nothing_supervised_gives_no_rows() -> None:
