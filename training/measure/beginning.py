@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from itertools import cycle, islice
+from itertools import islice
 from typing import Any
 
 from accelerate.utils import send_to_device
@@ -56,14 +56,17 @@ def fit_fresh(
         return 0
     # In the batches of the first pass, which a cache was written in: others round differently.
     size, seed = args.train_batch_size, args.seed if args.data_seed is None else args.data_seed
-    together = size * args.world_size
-    own = slice(size * args.process_index, size * (args.process_index + 1))
-    some = iter(rows) if count is None else cycle(DrawnOrder(count, seed))
+    order = None if count is None else DrawnOrder(count, seed)
+    some = iter(rows if order is None else order)
 
     def batches() -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
-        for _ in range(math.ceil(most / together)):
-            batch = list(islice(some, together))[own]
-            taken = batch if count is None else [rows[place] for place in batch]
+        for _ in range(math.ceil(most / (size * args.world_size))):
+            batch = list(islice(some, size * args.world_size))
+            each = math.ceil(len(batch) / args.world_size)
+            if order is not None:  # the last: all processes read, and no row twice but for that
+                batch += islice(order, each * args.world_size - len(batch))
+            own = batch[each * args.process_index : each * (args.process_index + 1)]
+            taken = own if order is None else [rows[place] for place in own]
             inputs = send_to_device(hidden_states.collate(taken), hidden_states.target.device)
             yield hidden_states.of_step(inputs), inputs
 

@@ -86,6 +86,14 @@ def test_a_quarter_of_what_a_run_reads(
     assert all(len(batch) == 4 for batch in states.batches)  # no larger than those of training
 
 
+def test_no_row_counts_twice(target: TargetModel, make_rows: Rows) -> None:
+    """Where they fill no whole number of batches: fewer rows want a larger ridge."""
+    states = Counted(target)
+    fitted = fit_fresh(heads_of(target), states, text(make_rows(50)), run(num_train_epochs=40))
+    assert states.read == 50 and len(states.batches[-1]) == 2
+    assert fitted == 50 * (LEARNT - 4)
+
+
 def test_text_that_teaches_no_last_head_is_not_read_for_ever(
     target: TargetModel, make_rows: Rows
 ) -> None:
