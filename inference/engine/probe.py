@@ -184,9 +184,7 @@ class Prober:
     def _read(self, paths_PT: Tensor) -> Tensor:
         """Logits [P, T, V] of these tokens behind the text, without a cache or a tree."""
         ids_PT = torch.cat([self._prompt_1T.expand(len(paths_PT), -1), paths_PT], dim=1)
-        positions = _positions(self._target, ids_PT)
-        logits_PTV: Tensor = self._target.model(ids_PT, **positions, use_cache=False).logits
-        return logits_PTV[:, self._prompt_1T.shape[1] :].float()
+        return text_logits(self._target, ids_PT)[:, self._prompt_1T.shape[1] :].float()
 
     def _are_alike(self, one_1T: Tensor, other_1T: Tensor) -> bool:
         """Whether the target itself goes on alike after both, and so has nothing to see."""
@@ -232,6 +230,13 @@ def few_rows_chosen(target: TargetModel) -> Iterator[None]:
 def takes_positions(target: TargetModel) -> bool:
     """Whether the target is told where in the text its tokens stand."""
     return "position_ids" in inspect.signature(target.model.forward).parameters
+
+
+def text_logits(target: TargetModel, ids_PT: Tensor) -> Tensor:
+    """Behind each token of whole texts, by a forward of its own, [P, T, V]."""
+    given = {"input_ids": ids_PT, **_positions(target, ids_PT)}
+    logits_PTV: Tensor = target.model(**given, use_cache=False).logits
+    return logits_PTV
 
 
 def _positions(target: TargetModel, ids_PT: Tensor) -> dict[str, Tensor]:

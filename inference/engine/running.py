@@ -28,6 +28,7 @@ from medusa_heads.inference.engine.capability import capability, why_alone
 from medusa_heads.inference.engine.decoding import take_step
 from medusa_heads.inference.engine.given.kept_texts import KeptTexts
 from medusa_heads.inference.engine.given.media import is_said, names_of_media
+from medusa_heads.inference.engine.probe import text_logits
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.target.cache import RowCache
@@ -125,8 +126,7 @@ class RunningBatch:
     def logits(self, ids_1T: Tensor) -> Tensor:
         """The target's logits behind each token of a text [T, V], by a forward of its own."""
         with self._lock:
-            logits_1TV: Tensor = self._target.model(input_ids=ids_1T, use_cache=False).logits
-        return logits_1TV[0]
+            return text_logits(self._target, ids_1T)[0]
 
     def add(
         self,

@@ -210,7 +210,7 @@ class AssistedModel(Copied, ABC):
             )
         # One text at a time: hidden states are read off the target as it runs.
         with self._lock:
-            self._made.check(self.target)
+            self._made.check(self.target, len(input_ids))
             self._follow_target()
             self.last_stats = GenerationStats()
             drafter = self._drafter_for(self.target) if self.deterministic else self.drafter
@@ -244,7 +244,7 @@ class AssistedModel(Copied, ABC):
                 "want rng='keyed'"
             )
         with self._lock:
-            self._made.check(self.target)
+            self._made.check(self.target, max_rows)
             self._follow_target()
         drafter = self.drafter
         target = as_it_is(self.target) if self._chosen else self.target  # rows come and go

@@ -6,11 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 
 from medusa_heads.inference.engine.capability import Capability, capability, look_again
 from medusa_heads.inference.engine.given.cache import mark_given
+from medusa_heads.target.graphs.captured import CapturedTarget
+from medusa_heads.target.graphs.compiled import CompiledTarget
 from medusa_heads.target.target import TargetModel
 
 NOT_IN_STEP = "tree decoding does not keep sharded processes in step: gather first"
@@ -67,6 +70,25 @@ def with_stop_strings(
     return StoppingCriteriaList([*(criteria or []), StopStringCriteria(tokenizer, strings)])
 
 
+def _refuse_adapters_by_row(model: Any) -> None:
+    """Raises ValueError: peft is to use an adapter for each row of a batch, whose rows leave as
+    they end. Its hooks for that are removed before: where something is raised it leaves them."""
+    names = [
+        (module, number)
+        for module in (model.modules() if hasattr(model, "peft_config") else ())
+        for number, hook in module._forward_pre_hooks.items()
+        if "adapter_names" in getattr(hook, "keywords", ())
+    ]
+    for module, number in names:
+        del module._forward_pre_hooks[number]
+        module._forward_pre_hooks_with_kwargs.pop(number, None)
+    if names:
+        raise ValueError(
+            "tree decoding does not support adapter_names for a batch, whose rows leave as they "
+            "end: decode the rows of each adapter with set_adapter"
+        )
+
+
 class Made(NamedTuple):
     """What drafters were made for: tokens that a target writes and reads, and what it verifies."""
 
@@ -78,13 +100,26 @@ class Made(NamedTuple):
     def of(cls, target: TargetModel, verifies: Capability) -> Made:
         return cls(target.vocab_size, target.readable, verifies)
 
-    def check(self, target: TargetModel) -> None:
-        """Raises ValueError: the target is another one by now; or, as an UnsupportedArchitecture,
-        it can no longer be decoded exactly."""
+    def check(self, target: TargetModel, rows: int = 1) -> None:
+        """Raises ValueError: the target is another one by now; or so many rows, or this target,
+        cannot be decoded within what is around the call; or, as an UnsupportedArchitecture, it can
+        no longer be decoded exactly."""
+        if rows > 1:
+            _refuse_adapters_by_row(target.model)
         if not isinstance(getattr(target.get_output_embeddings(), "weight", None), Tensor):
             raise ValueError(
                 "the lm_head of the target is no longer a matrix, as where it was quantised: "
                 "quantise the target without its lm_head, and make the decoder anew"
+            )
+        if isinstance(target, CompiledTarget) and not target.reads_lm_head:
+            raise ValueError(
+                "the lm_head of the target is another module by now, which a compiled decoder does "
+                "not read: make the decoder anew"
+            )
+        compiled = isinstance(target, CompiledTarget) and not isinstance(target, CapturedTarget)
+        if compiled and torch.is_autocast_enabled(target.device.type):
+            raise ValueError(
+                "a compiled target is not decoded within torch.autocast: leave compile out there"
             )
         look_again(target)
         names = "vocabulary", "vocabulary", "capability to verify drafts"

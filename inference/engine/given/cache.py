@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
+from medusa_heads.agreement import is_half
 from medusa_heads.cache_names import CACHE_NAMES, take_cache
 from medusa_heads.target.cache import IndexedRowLayer, RowCache, RowLayer
 from medusa_heads.target.recurrent import refuse_states_alone
@@ -55,6 +57,7 @@ def own_cache(
     is_callers = bool(getattr(given, "_is_user_defined", False) or _length(given))
     if is_callers:
         _refuse(given, input_ids_BT)
+        _refuse_shape(given, len(input_ids_BT), target)
     alone = len(input_ids_BT) == 1
     # One without rows does not say how much it has read.
     if alone and type(given) is type(cache) and cache.fixed_capacity is None and cache.row_layers:
@@ -91,6 +94,25 @@ def _refuse(given: Any, input_ids_BT: Tensor) -> None:
             f"the given cache already holds {how} the {tokens} given tokens, of which the last one "
             "is read here: pass the whole text, not only what is new, or a cache of fewer tokens"
         )
+
+
+def _refuse_shape(given: Any, rows: int, target: TargetModel) -> None:
+    """What does not fit, before buffers that later texts use again are made like it."""
+    precise = target.dtype == torch.float32 and not torch.is_autocast_enabled(target.device.type)
+    held = [layer for layer in given.layers if getattr(layer, "is_initialized", False)]
+    for part in (getattr(layer, name, None) for layer in held for name in ("keys", "values")):
+        if not isinstance(part, Tensor) or not part.numel():
+            continue
+        if len(part) != rows:
+            raise ValueError(
+                f"the given cache has rows of {len(part)} texts and there are {rows}: give one "
+                "with a row for each"
+            )
+        if precise and is_half(part.dtype):
+            raise ValueError(
+                f"the given cache is of {part.dtype} and the target of {target.dtype}: let the "
+                "target read its text without autocast"
+            )
 
 
 def _unsupported(what: str) -> ValueError:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from medusa_heads.machine.graphs import NotingBackend, look, many_graphs, no_gra
 from medusa_heads.target.attention import TreeMask, compiled_tree_attention
 from medusa_heads.target.cache import RowCache
 from medusa_heads.target.features import Captured, Read, check_layers, held, watch
+from medusa_heads.target.graphs.kept_caches import KeptCaches
 from medusa_heads.target.graphs.static_cache import (
     StaticRecurrentCache,
     StaticRowCache,
@@ -42,9 +44,6 @@ if TYPE_CHECKING:
 Made = TypeVar("Made")
 
 _CAPACITY_STEP = 512  # capacities are rounded up, so that few of them, and few graphs, exist
-# What caches of other shapes than the last one may hold together. Each belongs to a graph that
-# would have to be compiled anew.
-_BYTES_KEPT = 2 << 30
 
 
 class CompiledTarget(TargetModel):
@@ -75,7 +74,7 @@ class CompiledTarget(TargetModel):
         self.features, self._backend, self.whole_steps = features, backend, whole_steps
         self._on_gpu = self.device.type == "cuda"
         self._views: dict[tuple[tuple[int, ...], bool], CompiledTarget] = {}
-        self._caches: dict[tuple[Any, ...], StaticRowCache] = {}
+        self._caches = KeptCaches()
         self._compared: set[tuple[int | None, ...]] = set()  # graphs: rows, tokens, capacity
         self._captured = self._captured_kind()
         self.lock = OwnedLock()  # of whoever decodes: one text at a time has its cache
@@ -129,6 +128,12 @@ class CompiledTarget(TargetModel):
     def loses_states(self) -> bool:
         """Whether no graph carries the model's states on."""
         return has_scans(self.model) or self.keeps_states_alone
+
+    @property
+    def reads_lm_head(self) -> bool:
+        """Whether the model's lm_head is the module that has our hook."""
+        hooks = self.get_output_embeddings()._forward_pre_hooks.values()
+        return not self._hooked or self._captured.take in hooks
 
     @property
     def compiles(self) -> bool:
@@ -188,21 +193,9 @@ class CompiledTarget(TargetModel):
         """An empty cache with room for `slots`; kept and used again, since the graph knows it."""
         super().new_cache()  # refuses what no cache is for
         capacity = self.capacity(slots)
-        kind = batch_size, capacity, self.dtype, self.device
-        cache = self._caches.pop(kind, None)
-        room = _BYTES_KEPT
-        for other in reversed(list(self._caches)):  # those used last first
-            weight = self._caches[other].held_bytes
-            if weight > room:
-                del self._caches[other]
-            else:
-                room -= weight
-        if cache is None:
-            of_kind = StaticRecurrentCache if is_recurrent(self.config) else StaticRowCache
-            cache = of_kind(self.config, capacity, stacked=self._stacked)
-        self._caches[kind] = cache
-        cache.reset()
-        return cache
+        of_kind = StaticRecurrentCache if is_recurrent(self.config) else StaticRowCache
+        make = partial(of_kind, self.config, capacity, stacked=self._stacked)
+        return self._caches.take((batch_size, capacity, self.dtype, self.device), make)
 
     def read(
         self, tokens_BN: Tensor, cache: RowCache, mask: TreeMask, last: int | None = None

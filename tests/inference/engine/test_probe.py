@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from medusa_heads import TargetModel
-from medusa_heads.inference.engine.probe import CHAIN, TREE, Prober, Trial
+from medusa_heads.inference.engine.probe import CHAIN, TREE, Prober, Trial, text_logits
 from medusa_heads.target.attention import TreeMask
 from medusa_heads.target.cache import RowCache
 from medusa_heads.trees.tree import TokenTree
+from scripts.prove.tiny_models import builder
 from tests.conftest import TinyLlama
 from tests.inference.narrowed import DTYPES, WIDTHS, narrow
 
@@ -35,6 +36,15 @@ def test_any_device_may_be_the_default(tiny_llama: TinyLlama) -> None:
     target = TargetModel(tiny_llama())
     with torch.device("meta"):
         assert Prober(target).probe(TREE).fault(torch.float32) is None
+
+
+def test_logits_of_a_text_are_those_that_it_is_written_by() -> None:
+    """Left alone, RoBERTa counts positions from its padding's id on."""
+    model: Any = builder("roberta")((0.15, 0.15)).eval()
+    ids_1T = torch.arange(5, 14)[None]
+    asked = {"max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True}
+    made = model.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), do_sample=False, **asked)
+    torch.testing.assert_close(text_logits(TargetModel(model), ids_1T)[:, -1], made.logits[0])
 
 
 class BySlot(TargetModel):

@@ -193,3 +193,42 @@ def test_a_policy_that_learns_between_its_texts(
         optimizer.step()
         optimizer.zero_grad()
     assert not torch.equal(texts[0], texts[1]) and not torch.equal(texts[1], texts[2])
+
+
+def test_adapters_by_row_are_refused_and_leave_the_model_usable(model: Any) -> None:
+    """Rows leave a batch as they end, of which peft's hooks know nothing."""
+    config = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, config).eval()
+    decoder = MedusaModel(model, MedusaHeads.from_target(model, HeadsConfig(num_heads=2)))
+    names, own = ["default", "__base__"], adapted.generate
+    two: dict[str, Any] = {name: value.repeat(2, 1) for name, value in INPUTS.items()}
+    expected = own(**two, max_new_tokens=9, do_sample=False)
+    with pytest.raises(ValueError, match="does not support adapter_names for a batch"):
+        own(**two, adapter_names=names, custom_generate=decoder.decode, max_new_tokens=9)
+    assert torch.equal(own(**two, max_new_tokens=9, do_sample=False), expected)
+    given = {"adapter_names": names[:1], "max_new_tokens": 9, "do_sample": False}
+    got = own(**INPUTS, **given, custom_generate=decoder.decode)
+    assert torch.equal(got, own(**INPUTS, **given))
+
+
+@pytest.mark.parametrize("compile", [False, True, "steps"])
+def test_another_lm_head_and_autocast(model: Any, compile: Any) -> None:
+    """Followed, but refused where graphs were made without."""
+    heads = MedusaHeads.from_target(model, HeadsConfig(num_heads=2))
+    decoder = MedusaModel(model, heads, tree=4, compile=compile, compile_backend="eager")
+    asked: dict[str, Any] = {**INPUTS, "max_new_tokens": 9, "do_sample": False}
+
+    def check(message: str) -> None:
+        if compile:
+            with pytest.raises(ValueError, match=message):
+                decoder.generate(**asked)
+        else:
+            got = torch.as_tensor(decoder.generate(**asked))
+            assert torch.equal(got, model.generate(**asked))
+
+    with torch.autocast("cpu", torch.bfloat16):
+        check("a compiled target is not decoded within torch.autocast: leave compile out")
+    assert torch.equal(torch.as_tensor(decoder.generate(**asked)), model.generate(**asked))
+    anew = torch.nn.Linear(model.config.hidden_size, 24, bias=False)
+    model.set_output_embeddings(anew)
+    check("the lm_head of the target is another module by now, .* make the decoder anew")

@@ -227,7 +227,7 @@ def test_caches_are_used_again_while_the_others_weigh_little(
     # Layers, keys and values, heads, slots, width.
     assert first.held_bytes == 2 * 2 * 2 * 512 * 16 * 4
     assert target.new_cache(1, 12) is first  # the same capacity
-    monkeypatch.setattr("medusa_heads.target.graphs.compiled._BYTES_KEPT", 6 * first.held_bytes)
+    monkeypatch.setattr("medusa_heads.target.graphs.kept_caches._BYTES_KEPT", 6 * first.held_bytes)
     two, three = (filled(target, batch) for batch in (2, 3))
     large = filled(target, 8, 2000)  # beside 1, 2 and 3, which weigh 6 together
     assert filled(target, 2) is two  # and now the large one weighs too much
@@ -241,7 +241,7 @@ def test_caches_are_used_again_while_the_others_weigh_little(
 def test_caches_let_go_are_freed_before_the_next_is_made(
     tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("medusa_heads.target.graphs.compiled._BYTES_KEPT", 0)
+    monkeypatch.setattr("medusa_heads.target.graphs.kept_caches._BYTES_KEPT", 0)
     target = CompiledTarget(tiny_llama(), "eager")
     with Allocations() as allocations:
         one = filled(target, 1).held_bytes

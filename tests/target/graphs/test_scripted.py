@@ -15,11 +15,15 @@ from medusa_heads import MedusaModel
 from medusa_heads.decoder_shape import DecoderShape
 from medusa_heads.errors import MedusaWarning
 from medusa_heads.inference.models.training_free import TrainingFreeModel
+from medusa_heads.machine.kernels import has_packed_products
 from medusa_heads.machine.programs import Script, traced
+from medusa_heads.machine.recording import standing
+from medusa_heads.target import packed
 from medusa_heads.target.graphs import scripted
 from medusa_heads.target.graphs.scripted import ScriptedTarget
+from medusa_heads.target.target import TargetModel
 from scripts.prove.tiny_models import builder
-from tests.conftest import DEVICE
+from tests.conftest import DEVICE, TinyLlama
 from tests.inference.padded import padded
 from tests.inference.planted import BUSHY, PlainCausalDrafter, PlantedDrafter
 from tests.inference.reference import reference
@@ -261,3 +265,17 @@ def test_a_script_that_says_something_else(model: Any, monkeypatch: pytest.Monke
     free.drafter = PlantedDrafter(expected[:, 12:].tolist(), 199, SHAPES[3])
     with pytest.warns(MedusaWarning, match="says something else than the model"):
         assert decodes(free, inputs, expected)
+
+
+@pytest.mark.skipif(not has_packed_products(torch.float32), reason="torch packs no matrix here")
+def test_a_step_of_another_text_is_no_change_of_the_model(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it takes one, packed matrices stand in the place of the layers' own forwards."""
+    monkeypatch.setattr(packed, "SMALLEST", 1)
+    target = TargetModel(tiny_llama())
+    before = standing(target.model)
+    assert target.packed is not None
+    with torch.no_grad(), target.packed.instead(packed.ROWS[-1]):
+        assert any("forward" in vars(layer) for layer in target.model.modules())
+        assert standing(target.model) == before

@@ -158,6 +158,34 @@ def test_what_the_rows_of_a_batch_begin_with_is_read_and_stays(
     assert cache.get_seq_length() == 5 and torch.equal(cache.layers[0].keys, before)
 
 
+@pytest.mark.parametrize("compile", [False, True, "steps"])
+def test_one_of_other_rows_or_precision_is_refused_and_leaves_no_trace(
+    tiny_llama: TinyLlama, compile: Any
+) -> None:
+    """Buffers that were made like it would have served all later texts."""
+    model: Any = tiny_llama(vocab_size=24)
+    heads = MedusaHeads.from_target(model, HeadsConfig(num_heads=2))
+    medusa = MedusaModel(model, heads, tree=4, compile=compile, compile_backend="eager")
+    one_1T = INPUTS["input_ids"]
+
+    def read(ids_BT: Tensor, autocast: bool = False) -> DynamicCache:
+        cache = DynamicCache(config=model.config)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.no_grad():
+            model(ids_BT, past_key_values=cache)
+        return cache
+
+    wrong = (
+        (one_1T, read(one_1T[:, :5].repeat(2, 1)), "rows of 2 texts and there are 1: give one"),
+        (one_1T.repeat(2, 1), read(one_1T[:, :5]), "rows of 1 texts and there are 2: give one"),
+        (one_1T, read(one_1T[:, :5], autocast=True), "of torch.bfloat16 and the target of torch.f"),
+    )
+    for ids_BT, cache, message in wrong:
+        with pytest.raises(ValueError, match=f"the given cache (has|is) {message}"):
+            medusa.generate(**whole_text(ids_BT), max_new_tokens=4, past_key_values=cache)
+    got_1T: Any = medusa.generate(**whole_text(one_1T), max_new_tokens=9)
+    assert torch.equal(got_1T, model.generate(**whole_text(one_1T), max_new_tokens=9))
+
+
 @pytest.mark.parametrize(("tokens", "said"), [(20, "all of the 20"), (18, "20 tokens, more than")])
 def test_one_that_holds_the_text_already_is_refused_and_stays(
     medusa: MedusaModel, tokens: int, said: str
