@@ -117,9 +117,15 @@ class Made(NamedTuple):
                 "not read: make the decoder anew"
             )
         compiled = isinstance(target, CompiledTarget) and not isinstance(target, CapturedTarget)
-        if compiled and torch.is_autocast_enabled(target.device.type):
+        device = target.device.type
+        if (
+            compiled
+            and torch.is_autocast_enabled(device)
+            and torch.get_autocast_dtype(device) != target.dtype
+        ):
             raise ValueError(
-                "a compiled target is not decoded within torch.autocast: leave compile out there"
+                f"a compiled target of {target.dtype} is not decoded within torch.autocast: leave "
+                "compile out there"
             )
         look_again(target)
         names = "vocabulary", "vocabulary", "capability to verify drafts"

@@ -121,9 +121,16 @@ def to_continue(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int
     start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     doubled = start is not None and [*ids[:2]] == [start] * 2
     doubled = doubled and text.startswith(tokenizer.bos_token)
-    ended = end is not None and len(ids) > 1 and ids[-1] == end
-    ended = ended and (not text.endswith(tokenizer.eos_token) or ids[-2] == end)
-    return [*ids[doubled : len(ids) - ended]]
+    kept = ids[doubled:]
+    ended = end is not None and len(kept) > 1 and kept[-1] == end
+    if ended and text.endswith(tokenizer.eos_token):
+        ended = kept[-2] == end and appends_end(tokenizer)
+    return [*kept[: len(kept) - ended]]
+
+
+def appends_end(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a tokenizer puts its token for the end behind a text."""
+    return [*tokenizer("a")["input_ids"][-1:]] == [tokenizer.eos_token_id]
 
 
 def is_blank(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:

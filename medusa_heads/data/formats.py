@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from medusa_heads.config import IGNORED
@@ -186,12 +187,16 @@ def plain_columns(content: Content) -> dict[str, Any]:
         texts = {"messages": content.messages, "tools": content.tools or None}
         for name, value in texts.items():
             # Messages may have times beside their texts, and whatever else a table holds.
-            columns[name] = value and json.dumps(value, ensure_ascii=False, default=str)
+            columns[name] = value and json.dumps(value, ensure_ascii=False, default=_in_json)
         columns[CONTEXT_COLUMN] = columns.pop("context")
     elif isinstance(content, Tokens):
         document = columns.pop("document")
         columns[DOCUMENT_COLUMN] = None if document is None else str(document)
     return columns
+
+
+def _in_json(value: Any) -> float | str:
+    return float(value) if isinstance(value, Decimal) else str(value)
 
 
 def is_plain(value: Any) -> bool:

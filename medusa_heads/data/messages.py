@@ -87,16 +87,28 @@ def _call(call: Any, as_text: bool) -> Any:
 
 def without_calls(message: Mapping[str, Any], text: str) -> dict[str, Any] | None:
     """A message that calls tools, without its calls, where a template may have left them out of the
-    text that it made: all but where that names one of them behind a message that says nothing else.
-    It may write calls by their ids, as Kimi's does."""
-    calls = message.get("tool_calls")
+    text that it made: all but where the message itself says them, or says nothing and that text
+    names one of them. It may write calls by their ids, as Kimi's does."""
+    calls, said = message.get("tool_calls"), message["content"]
     if not isinstance(calls, list) or not calls:
         return None
     inner = [call.get("function", call) if isinstance(call, Mapping) else {} for call in calls]
-    names = [one.get("name") if isinstance(one, Mapping) else None for one in inner]
-    if not message["content"].strip() and any(isinstance(n, str) and n in text for n in names):
-        return None
-    return {key: value for key, value in message.items() if key != "tool_calls"}
+    words = [_words(one) if isinstance(one, Mapping) else [] for one in inner]
+    if said.strip():
+        says = all(each and all(word in said for word in each) for each in words)
+    else:
+        says = any(each and each[0] in text for each in words)
+    return None if says else {key: value for key, value in message.items() if key != "tool_calls"}
+
+
+def _words(call: Mapping[str, Any]) -> list[str]:
+    """The name of a call, and those of its arguments."""
+    given = call.get("arguments")
+    if isinstance(given, str):
+        with suppress(ValueError):
+            given = parse_json(given)
+    name = call.get("name")
+    return [name, *(given if isinstance(given, Mapping) else ())] if isinstance(name, str) else []
 
 
 def tools_of(value: Any, *, filled: bool = True) -> list[Any] | None:
@@ -145,19 +157,26 @@ def _message(
     weight = found.get("weight", 1)
     if found["role"] == "assistant" and (type(weight) not in (int, float) or weight not in (0, 1)):
         raise BadRow(f"{where} has the weight {weight!r}, expected 0 or 1")
-    if "tool_calls" in found:
+    if found["role"] == "assistant":
         # Templates ask whether there are calls, not whether there is one.
-        found["tool_calls"] = _list(
-            found["tool_calls"] or [], f"tool_calls of message {index}", False
-        )
-        if not found["tool_calls"]:
-            del found["tool_calls"]
+        calls = _calls(found.pop("tool_calls", None), index)
+        found |= {"tool_calls": calls} if calls else {}
     # Calls come without content, and templates write out what is given: None as 'None'.
     found["content"] = _text(found.get("content"), where)
     empty = not found["content"].strip() and not found.get("tool_calls")
     if empty and found["role"] in say_something:
         raise BadRow(f"{where} ({role}) is empty")
     return found
+
+
+def _calls(value: Any, index: int) -> list[Any]:
+    """The calls of a message; tables and exports have many words for none."""
+    if value is None or (isinstance(value, str) and value.strip() in ("", "None", "null", "{}")):
+        return []
+    if isinstance(value, Mapping) and not any(value.values()):
+        return []
+    given = [*value] if isinstance(value, tuple) else value
+    return _list(given, f"tool_calls of message {index}", False)
 
 
 def _text(content: Any, where: str) -> str:

@@ -41,7 +41,7 @@ def test_arguments_of_calls_are_written_as_the_model_writes_them(given: Any, wri
     assert call["function"]["arguments"] == given  # type: ignore[index]
 
 
-@pytest.mark.parametrize("none", [[], "[]", None])
+@pytest.mark.parametrize("none", [[], "[]", "null", {}, {"id": [], "function": []}, (), None])
 def test_an_answer_with_no_calls_keeps_its_text(none: Any) -> None:
     """As exports of chats have it. Templates that ask only whether there are calls wrote none of
     the text."""
@@ -61,6 +61,22 @@ def test_calls_may_be_given_as_json() -> None:
     ]
     [read] = contents(as_corpus(Dataset.from_list(rows[:1]), "table"))
     assert read.messages[1]["tool_calls"] == calls
-    for given, message in (("{}", "is of type dict"), ("find", "is a text and not a list in JSON")):
+    for given, message in (
+        ({"a": 1}, "is of type dict"),
+        ("find", "is a text and not a list in JSON"),
+    ):
         with pytest.raises(BadRow, match=f"'tool_calls of message 0' {message}"):
             messages_of([{"role": "assistant", "tool_calls": given}], "messages")
+
+
+def test_a_message_that_says_its_call_itself_needs_no_template_for_it() -> None:
+    call = {"function": {"name": "find", "arguments": '{"city": "Bern"}'}}
+    for said, arguments in ((True, '{"city": "Bern"}'), (False, "{}")):
+        text = f'<call>{{"name": "find", "arguments": {arguments}}}</call>'
+        answer = {"role": "assistant", "content": text, "tool_calls": [call]}
+        if said:
+            [[learnt_text]] = learnt(templates.chat_tokenizer(), templates.CHATML, [USER, answer])
+            assert learnt_text == f"{text}<|im_end|>"
+        else:
+            with pytest.raises(BadRow, match="leaves out the calls of message 1"):
+                learnt(templates.chat_tokenizer(), templates.CHATML, [USER, answer])

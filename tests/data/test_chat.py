@@ -214,7 +214,7 @@ def test_tools_and_calls_reach_the_template(key: str, text: str, tokenizer: Any)
         ("{{ messages | length }}", [USER, ONE], "asks for message 1 with '1', and then"),
         ("the same", [USER, ONE], "renders nothing of message 1"),
         (templates.CHATML, [USER, CALL], "leaves out the calls of message 1: give a"),
-        (templates.CHATML, [USER, {**CALL, "content": "look_up?"}], "leaves out the calls of mess"),
+        (templates.CHATML, [USER, {**CALL, "content": "I see."}], "leaves out the calls of mess"),
     ],
 )
 def test_conversations_that_cannot_be_masked(

@@ -199,6 +199,9 @@ def test_a_prompt_is_no_ended_text() -> None:
     assert ending("x = 1")["input_ids"] == [start, *alone, end]
     assert prompt_ids(ending, "x = 1") == [start, *alone]
     assert prompt_ids(ending, "x = 1<|endoftext|>") == [start, *alone, end]
+    plain_ids = [*alone, end, end]  # of a tokenizer that puts none there
+    starting = templates.starting_tokenizer()
+    assert prompt_ids(starting, "x = 1<|endoftext|><|endoftext|>") == [start, *plain_ids]
     ending.chat_template = None
     asked = read_dialogues(Dataset.from_dict({"prompt": ["x = 1"]}), ending)
     assert [list(each.ask(0)[0]) for each in asked] == [[start, *alone]]

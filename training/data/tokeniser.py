@@ -17,7 +17,15 @@ from transformers import PreTrainedTokenizerBase
 from medusa_heads.config import IGNORED
 from medusa_heads.data.bad_rows import BadRow
 from medusa_heads.data.chat import ChatTemplate, continuation
-from medusa_heads.data.encoding import Chosen, Encoder, Ragged, begins, ends_of, is_blank
+from medusa_heads.data.encoding import (
+    Chosen,
+    Encoder,
+    Ragged,
+    appends_end,
+    begins,
+    ends_of,
+    is_blank,
+)
 from medusa_heads.data.formats import (
     LARGEST_TOKEN,
     Completion,
@@ -234,20 +242,18 @@ class Tokeniser:
         it."""
         assert self.tokenizer is not None and self._encoder is not None
         ids = self._encoder(texts, special_tokens=True)
-        end, token = self.tokenizer.eos_token, self.tokenizer.eos_token_id
-        at_end = [] if token is None else _at_end(ids, token).tolist()
-        before = [max(ids.offsets[n + 1] - 2, ids.offsets[n] - 1) for n in at_end]
-        ended = [
-            n
-            for n, place in zip(at_end, before, strict=True)
-            if not texts[n].endswith(end)
-            or (place >= ids.offsets[n] and ids.values[place] == token)
-        ]
-        lengths = ids.lengths - np.isin(np.arange(len(texts)), ended)
         doubled = np.zeros(len(texts), bool)
         for number in self._twice(self.tokenizer.bos_token_id, ids).tolist():
             doubled[number] = texts[number].startswith(self.tokenizer.bos_token)
-        return ids.part(ids.starts + doubled, lengths - doubled)
+        ids = ids.part(ids.starts + doubled, ids.lengths - doubled)
+        end, token = self.tokenizer.eos_token, self.tokenizer.eos_token_id
+        at_end = [] if token is None else _at_end(ids, token).tolist()
+        ended = {number for number in at_end if not texts[number].endswith(end)}
+        if len(ended) < len(at_end) and appends_end(self.tokenizer):
+            before = ids.offsets[1:] - 2  # where the last token but one stands, if there is one
+            twice = (n for n in at_end if before[n] >= ids.offsets[n])
+            ended.update(n for n in twice if ids.values[before[n]] == token)
+        return ids.part(ids.starts, ids.lengths - np.isin(np.arange(len(texts)), [*ended]))
 
     def _twice(self, start: int | None, ids: Ragged) -> Any:
         """The numbers of the rows that begin with the same token twice."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 from accelerate.utils import send_to_device
@@ -64,7 +64,7 @@ def fit_fresh(
             batch = list(islice(some, size * args.world_size))
             each = math.ceil(len(batch) / args.world_size)
             if order is not None:  # the last: all processes read, and no row twice but for that
-                batch += islice(order, each * args.world_size - len(batch))
+                batch += islice(cycle(order), each * args.world_size - len(batch))
             own = batch[each * args.process_index : each * (args.process_index + 1)]
             taken = own if order is None else [rows[place] for place in own]
             inputs = send_to_device(hidden_states.collate(taken), hidden_states.target.device)

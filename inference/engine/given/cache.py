@@ -98,7 +98,10 @@ def _refuse(given: Any, input_ids_BT: Tensor) -> None:
 
 def _refuse_shape(given: Any, rows: int, target: TargetModel) -> None:
     """What does not fit, before buffers that later texts use again are made like it."""
-    precise = target.dtype == torch.float32 and not torch.is_autocast_enabled(target.device.type)
+    # A forward that accelerate has wrapped brings autocast of its own.
+    precise = type(given) is DynamicCache and "forward" not in vars(target.model)
+    precise = precise and target.dtype == torch.float32
+    precise = precise and not torch.is_autocast_enabled(target.device.type)
     held = [layer for layer in given.layers if getattr(layer, "is_initialized", False)]
     for part in (getattr(layer, name, None) for layer in held for name in ("keys", "values")):
         if not isinstance(part, Tensor) or not part.numel():

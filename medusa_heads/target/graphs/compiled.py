@@ -132,7 +132,8 @@ class CompiledTarget(TargetModel):
     @property
     def reads_lm_head(self) -> bool:
         """Whether the model's lm_head is the module that has our hook."""
-        hooks = self.get_output_embeddings()._forward_pre_hooks.values()
+        lm_head = self.get_output_embeddings()
+        hooks = getattr(lm_head, "base_layer", lm_head)._forward_pre_hooks.values()  # as of peft's
         return not self._hooked or self._captured.take in hooks
 
     @property

@@ -133,6 +133,17 @@ def test_an_end_that_the_tokenizer_adds_does_not_stand_between_prompt_and_comple
     ]
 
 
+def test_ends_that_a_text_has_itself_stay() -> None:
+    """Of a tokenizer that puts none behind it."""
+    starting, end = templates.starting_tokenizer(), "<|endoftext|>"
+    halves = [(f"q{end}{end}", "x"), (f"q{end}", end), ("q", f"x{end}{end}")]
+    rows, *_ = rows_of(
+        starting, [{"prompt": prompt, "completion": answer} for prompt, answer in halves]
+    )
+    learnt = [starting.decode([id for id in ids if id >= 0]) for ids in rows["labels"]]
+    assert learnt == [f"x{end}", end, f"x{end}{end}"]
+
+
 @pytest.mark.parametrize("end", ["", "<|endoftext|>"])
 def test_a_text_that_starts_already_gets_no_second_start(end: str) -> None:
     """A chat template has rendered it."""

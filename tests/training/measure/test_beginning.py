@@ -123,6 +123,19 @@ def test_processes_read_the_same_text_between_them(
     assert [[*first, *second] for first, second in zip(*of_each, strict=True)] == alone
 
 
+def test_every_process_reads_as_many_rows_of_the_last_batch(
+    target: TargetModel, make_rows: Rows
+) -> None:
+    """Also where there are fewer rows than processes: a target in shards waits for all of them."""
+    rows = text(make_rows(3), learnt=200)
+    batches = []
+    for process in range(8):
+        states = Counted(target)
+        fit_fresh(heads_of(target), states, rows, run(world_size=8, process_index=process))
+        batches.append(states.batches)
+    assert [[len(batch) for batch in of_one] for of_one in batches] == [[1]] * 8
+
+
 def test_heads_without_such_maps_read_nothing(target: TargetModel, make_rows: Rows) -> None:
     states = Counted(target)
     assert fit_fresh(new_heads(target), states, text(make_rows(64)), run()) == 0

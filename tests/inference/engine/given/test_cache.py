@@ -186,6 +186,20 @@ def test_one_of_other_rows_or_precision_is_refused_and_leaves_no_trace(
     assert torch.equal(got_1T, model.generate(**whole_text(one_1T), max_new_tokens=9))
 
 
+@pytest.mark.parametrize("returned", [True, False])
+def test_a_forward_with_autocast_of_its_own_goes_on(tiny_llama: TinyLlama, returned: bool) -> None:
+    """As accelerate wraps the forward of a model that it trains in bf16."""
+    model: Any = tiny_llama(vocab_size=24)
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    medusa = MedusaModel(model, MedusaHeads.from_target(model, HeadsConfig(num_heads=2)), tree=4)
+    cache = medusa.target.new_cache() if returned else DynamicCache(config=model.config)
+    given: dict[str, Any] = {"max_new_tokens": 8, "past_key_values": cache}
+    text_1T: Any = medusa.generate(**whole_text(INPUTS["input_ids"]), **given)
+    text_1T = torch.cat([text_1T, INPUTS["input_ids"]], dim=1)
+    got_1T: Any = medusa.generate(**whole_text(text_1T), **given)
+    assert torch.equal(got_1T, model.generate(**whole_text(text_1T), max_new_tokens=8))
+
+
 @pytest.mark.parametrize(("tokens", "said"), [(20, "all of the 20"), (18, "20 tokens, more than")])
 def test_one_that_holds_the_text_already_is_refused_and_stays(
     medusa: MedusaModel, tokens: int, said: str
