@@ -1,6 +1,7 @@
 """What the cache keeps of a row, and under which name."""
 
 import torch
+import torch.nn.functional as F
 from datasets import Dataset
 
 from medusa_heads.training.hidden.cached_rows import (
@@ -32,11 +33,14 @@ def test_kept_is_all_that_heads_and_the_target_as_their_teacher_need() -> None:
         assert len(needed) > 100
         assert kept_BT.flatten()[needed].all()
         if packed is None:
-            # Nor is anything kept without need: of each row, at most the last position.
-            unneeded = kept_BT.flatten().clone()
-            unneeded[needed] = False
-            lonely = unneeded.view_as(kept_BT).sum(dim=1)
-            assert lonely.sum() < 0.2 * kept_BT.sum()
+            # Nor is anything kept without need, but before a token that stands alone.
+            unneeded_BT = kept_BT.flatten().clone()
+            unneeded_BT[needed] = False
+            own_BT, next_BT, later_BT = (
+                F.pad(labels_BT != -100, (0, ahead))[:, ahead:] for ahead in range(3)
+            )
+            own_BT[:, 0] = False  # which no position before it drafts
+            assert torch.equal(unneeded_BT.view_as(kept_BT), next_BT & ~own_BT & ~later_BT)
 
 
 def test_a_name_is_of_tokens_positions_and_what_is_kept() -> None:
