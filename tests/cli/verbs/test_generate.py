@@ -82,7 +82,9 @@ def test_the_fastest_of_several_draft_models_drafts(
         printed = capsys.readouterr()
         texts.add(printed.out)
         told = re.findall(rf"steps drafted: {drafts[0]} (\d+), {drafts[1]} (\d+)", printed.err)
-        assert bool(told) == (len(flags) == 3) and all(int(n) > 0 for n in (told or [()])[0])
+        assert bool(told) == (len(flags) == 3)
+        # A machine that is busy elsewhere may find one of them too dear to be tried in so few steps.
+        assert not told or any(int(steps) > 0 for steps in told[0])
     assert texts == {expected(speaker, do_sample=False).rstrip("\n") + "\n"}
 
 
