@@ -175,7 +175,7 @@ def limits_among(
     limits: list[Any] = [each for each in last if type(each) in _ORDER[1:]]
     serves = (
         kinds == [kind for kind in _ORDER if kind in kinds]
-        and bool(limits)
+        and limits != []  # torch 2.9 compiles no bool() of a list
         and all(each.filter_value == -math.inf for each in limits)
         and all(getattr(each, "min_tokens_to_keep", 1) == 1 for each in limits)
         and all(2 * getattr(each, "top_k", 0) <= _MOST for each in limits)

@@ -82,9 +82,8 @@ def test_the_fastest_of_several_draft_models_drafts(
         printed = capsys.readouterr()
         texts.add(printed.out)
         told = re.findall(rf"steps drafted: {drafts[0]} (\d+), {drafts[1]} (\d+)", printed.err)
-        assert bool(told) == (len(flags) == 3)
-        # A machine that is busy elsewhere may find one of them too dear to be tried in so few steps.
-        assert not told or any(int(steps) > 0 for steps in told[0])
+        # On a busy machine one of them may be too dear to be tried in so few steps.
+        assert any(int(steps) for steps in told[0]) if len(flags) == 3 else not told
     assert texts == {expected(speaker, do_sample=False).rstrip("\n") + "\n"}
 
 
