@@ -18,10 +18,11 @@ from medusa_heads.checkpoint.files import CONFIG_FILE, write_json
 from medusa_heads.checkpoint.tensor_file import write_tensors
 from medusa_heads.contents import refuse_adapter
 from medusa_heads.files import expanded, read_json
-from medusa_heads.heads.vocabulary import vocabulary
+from medusa_heads.heads.vocabulary import embeddings, vocabulary
 from medusa_heads.hub.folder import check_inside
 from medusa_heads.interop.source import MODEL_FILES, Source, open_source
 from medusa_heads.target.fingerprint import lm_head_sha256
+from medusa_heads.target.loading import loader_of
 from medusa_heads.target.target import TargetModel
 
 # What transformers wants beside a model, by names that are never the heads'.
@@ -63,13 +64,16 @@ def read_target(
     source = open_source(name_or_path, revision=revision, model=True)
     name = str(path) if path.is_dir() else source.name
     model = empty_model(name, source, trust_remote_code)
+
+    def load() -> TargetModel:
+        return TargetModel.from_pretrained(
+            name, use=None, revision=source.revision, trust_remote_code=trust_remote_code
+        )
+
     lm_head = TargetModel(model).get_output_embeddings()
     weight, bias = (_stored_name(model, part, source) for part in (lm_head.weight, lm_head.bias))
     if weight is None or (bias is None and lm_head.bias is not None):
-        loaded = TargetModel.from_pretrained(
-            name, use=None, revision=source.revision, trust_remote_code=trust_remote_code
-        )
-        weight_VD, bias_V = vocabulary(loaded)
+        weight_VD, bias_V = vocabulary(load())
     else:
         weight_VD = source.read(weight)
         bias_V = None if bias is None else source.read(bias)
@@ -89,17 +93,17 @@ def read_target(
     }
     embedded = _stored_name(model, model.get_input_embeddings().weight, source)
 
-    def embeddings() -> Tensor:
+    def embeddings_VD() -> Tensor:
         if embedded is None:
-            raise ValueError(f"the files of {name_or_path!r} name no token embeddings to copy")
+            return embeddings(load(), weight_VD.shape[1])
         return source.read(embedded)
 
-    return TargetVocabulary(target, weight_VD, bias_V, model, embeddings)
+    return TargetVocabulary(target, weight_VD, bias_V, model, embeddings_VD)
 
 
 def empty_model(name: str, source: Source, trust_remote_code: bool) -> Any:
     """A model of its configuration that takes no memory."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     try:
         config: Any = AutoConfig.from_pretrained(
@@ -109,7 +113,7 @@ def empty_model(name: str, source: Source, trust_remote_code: bool) -> Any:
         if layers > len(source.files):  # each would be built below, and a damaged number is large
             raise ValueError(f"{layers} layers, but {len(source.files)} tensors")
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            return loader_of(config).from_config(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever it is that a model's own code does not expect
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"expected a causal language model at {name!r}: {reason}") from error

@@ -154,20 +154,22 @@ def _stored_form(name: str, **kwargs: Any) -> StoredForm | None:
         return None
 
 
-def _loader(name: str, kwargs: Mapping[str, Any]) -> Any:
-    """What transformers loads the model with: as a causal LM, or as one that reads images too where
+def loader_of(config: Any) -> Any:
+    """What transformers loads a model with: as a causal LM, or as one that reads images too where
     it is known as nothing else."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    loaders = AutoModelForCausalLM, AutoModelForImageTextToText
+    known = (loader for loader in loaders if type(config) in loader._model_mapping)
+    return next(known, AutoModelForCausalLM)
+
+
+def _loader(name: str, kwargs: Mapping[str, Any]) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     with suppress(Exception):  # of what cannot be read loading says more
-        config = AutoConfig.from_pretrained(name, **{k: kwargs[k] for k in _ASKED if k in kwargs})
-        kind: Any = type(config)
-        of_text, of_images = (
-            kind in loader._model_mapping
-            for loader in (AutoModelForCausalLM, AutoModelForImageTextToText)
-        )
-        if of_images and not of_text:
-            return AutoModelForImageTextToText
+        asked = {key: kwargs[key] for key in _ASKED if key in kwargs}
+        return loader_of(AutoConfig.from_pretrained(name, **asked))
     return AutoModelForCausalLM
 
 

@@ -7,12 +7,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
 from medusa_heads import HeadsConfig, TargetModel, new_heads
 from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.interop.convert import convert_heads
 from medusa_heads.interop.export import export_heads
+from scripts.prove.seeing.models import build
 from tests.interop import layers, layouts
 from tests.interop.layouts import D, V, native_tensors
 
@@ -129,3 +132,19 @@ def test_blocks_that_read_a_target_s_embeddings_scaled(tmp_path: Path) -> None:
     said = layers.speculators("dflash", anchor=False)
     source = layers.written(tmp_path / "speculators", tensors, said)
     convert_heads(source, tmp_path / "ours", target=target)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl"])
+def test_targets_that_read_images(kind: str, tmp_path: Path) -> None:
+    """transformers knows most of them as no causal LM, and calls their embeddings otherwise than
+    their files do."""
+    model, target = build(kind), str(tmp_path / "target")
+    model.save_pretrained(target)
+    config = HeadsConfig(kind="eagle3", num_heads=2, features=[0, 1])
+    loaded = TargetModel.from_pretrained(target)
+    save_heads(tmp_path / "heads", new_heads(loaded, config), loaded)
+    export_heads(tmp_path / "heads", tmp_path / "out", "eagle3-speculators")
+    copied = load_file(tmp_path / "out" / "model.safetensors")["embed_tokens.weight"]
+    assert torch.equal(copied, model.get_input_embeddings().weight)
+    again = convert_heads(tmp_path / "out", tmp_path / "again", target=target)
+    assert again.stored.target["lm_head_sha256"] == loaded.fingerprint()["lm_head_sha256"]
