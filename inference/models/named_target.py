@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_heads.checkpoint.stored_heads import read_sidecar
-from medusa_heads.contents import is_model
 from medusa_heads.errors import NoModel
-from medusa_heads.hub.names import is_repo_id, split_revision
+from medusa_heads.hub.names import is_repo_id, local_target, split_revision
 from medusa_heads.target.loading import refuse_code_of
 from medusa_heads.target.target import TargetModel
 
@@ -80,13 +78,7 @@ def named_target(
         )
     if trust_remote_code:
         refuse_code_of(target)
-    if Path(name).exists():
-        return name, None
-    on_hub = is_repo_id(name) or "/" not in name  # gpt2
-    of_hub = revision if on_hub and isinstance(revision, str) else None
-    # A relative path was relative to where training ran, mostly above what training wrote.
-    folder = Path(os.path.abspath(checkpoint))
-    for place in (folder, *(folder.parents if of_hub is None else ())):
-        if (place / name).exists() and (place == folder or is_model(place / name)):
-            return str(place / name), None
-    return name, of_hub
+    revision = revision if isinstance(revision, str) else None
+    if (found := local_target(name, revision, checkpoint)) is not None:
+        return found, None
+    return name, revision if is_repo_id(name) or "/" not in name else None  # gpt2

@@ -18,9 +18,9 @@ from medusa_heads.checkpoint.files import (
 from medusa_heads.checkpoint.stored_heads import StoredHeads, read_sidecar
 from medusa_heads.checkpoint.tensor_file import mapped_tensors
 from medusa_heads.contents import SIDECAR_FILE, is_heads
-from medusa_heads.files import read_json, replace_json
+from medusa_heads.files import is_path, read_json, replace_json
 from medusa_heads.hub.folder import own_files
-from medusa_heads.hub.names import is_local
+from medusa_heads.hub.names import local_target
 from medusa_heads.masking import masked
 from medusa_heads.trees.statistics import HeadStatistics
 
@@ -55,7 +55,8 @@ def carry_along(came_from: Path, stored: StoredHeads, made: Path) -> None:
         target["lm_head_sha256"] = stored.target.get("lm_head_sha256")
     known_as = stored.target.get("name_or_path")
     # The same target may have been loaded from a copy, at a path that means nothing elsewhere.
-    if known_as and not is_local(known_as, came_from):
+    revision = stored.target.get("revision")
+    if known_as and not is_path(known_as) and local_target(known_as, revision, came_from) is None:
         target |= {name: stored.target.get(name) for name in names}
         foreign = read_json(made / CONFIG_FILE) | {"base_model_name_or_path": known_as}
         replace_json(made / CONFIG_FILE, foreign)

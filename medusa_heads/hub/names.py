@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from medusa_heads.contents import is_model
 from medusa_heads.files import is_path
 
 
@@ -58,6 +59,20 @@ def check_repo_id(name: str) -> str:
     return name
 
 
-def is_local(name: str, *folders: Path) -> bool:
-    """Whether a target's or dataset's name is a path, read from here or from one of `folders`."""
-    return is_path(name) or any((folder / name).exists() for folder in (Path(), *folders))
+def is_local(name: str) -> bool:
+    """Whether a target's or dataset's name is a path, read from here."""
+    return is_path(name) or Path(name).exists()
+
+
+def local_target(name: str, revision: str | None, checkpoint: str | os.PathLike[str]) -> str | None:
+    """Where the target lies that a checkpoint's files name by a path; None where there is no such
+    folder, or the name is of a hub. ValueError where a configuration cannot be read."""
+    if Path(name).exists():
+        return name
+    on_hub = revision is not None and (is_repo_id(name) or "/" not in name)  # gpt2
+    # A relative path was relative to where training ran, mostly above what training wrote.
+    folder = Path(os.path.abspath(checkpoint))
+    for place in (folder, *(() if on_hub else folder.parents)):
+        if (place / name).exists() and (place == folder or is_model(place / name)):
+            return str(place / name)
+    return None

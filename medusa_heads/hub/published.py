@@ -16,11 +16,13 @@ from medusa_heads.checkpoint.adapter import check_adapter_config, describe_adapt
 from medusa_heads.checkpoint.files import ADAPTER_FILES, BENCHMARK_FILE, CONFIG_FILE, REPORT_FILE
 from medusa_heads.checkpoint.stored_heads import StoredHeads, foreign_config, to_sidecar
 from medusa_heads.contents import SIDECAR_FILE
+from medusa_heads.files import is_path
 from medusa_heads.hub.names import (
     check_repo_id,
     could_be_on_hub,
     is_local,
     is_repo_id,
+    local_target,
     split_revision,
 )
 from medusa_heads.masking import is_secret_name, masked, masked_text, shows_secret
@@ -83,7 +85,8 @@ def published_target(
     on_hub = could_be_on_hub(name) and ("/" in name or revision is not None)
     # Both stand in the programs of the card, and a stranger may have written them.
     on_hub = on_hub and _REVISION.fullmatch(revision or "main") is not None
-    if not name or is_local(name, folder) or not on_hub:
+    here = is_path(name) or local_target(name, revision, folder) is not None
+    if not name or here or not on_hub:
         known = f"only as {Path(name).name!r} on this machine" if name else "not by name"
         raise ValueError(
             f"the checkpoint knows its target {known}, where nobody else finds it: give its name "

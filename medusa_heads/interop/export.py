@@ -6,8 +6,10 @@ Shapes: D hidden, V vocabulary.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -21,6 +23,7 @@ from medusa_heads.checkpoint.stored_heads import (
     read_vocab_matrix,
 )
 from medusa_heads.files import expanded
+from medusa_heads.hub.names import local_target
 from medusa_heads.hub.pull import find_checkpoint
 from medusa_heads.interop import WrittenFormat
 from medusa_heads.interop.block import check_assistant
@@ -94,6 +97,8 @@ def export_heads(
         known = read_target(target, trust_remote_code=trust_remote_code)
         _check_target(stored, known)
         stored = replace(stored, target=known.target)
+    else:
+        stored = replace(stored, target=_from_here(stored.target, heads))
     outgoing = Outgoing(
         stored,
         str(expanded(out)),
@@ -140,7 +145,7 @@ def export_modules(
         )
     modules = expanded(checkpoint)
     folder, tensors = empty_folder(out), read_mtp_tensors(modules)
-    named = read_mtp_sidecar(modules)["target"]
+    named = _from_here(read_mtp_sidecar(modules)["target"], modules)
     name = target or named.get("name_or_path")
     if not isinstance(name, str) or not name:
         raise ValueError(f"{str(checkpoint)!r} does not name its target: give the target")
@@ -163,6 +168,13 @@ def export_modules(
 
 
 _COMPARED = ("hidden_size", "vocab_size", "lm_head_sha256")
+
+
+def _from_here(target: Mapping[str, Any], checkpoint: Path) -> Mapping[str, Any]:
+    """A target as a folder's files name it, a relative path made one that holds from here."""
+    name, revision = target.get("name_or_path"), target.get("revision")
+    found = local_target(name, revision, checkpoint) if name and isinstance(name, str) else None
+    return target if found is None else {**target, "name_or_path": found}
 
 
 def _check_target(stored: StoredHeads, known: TargetVocabulary) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_heads import MedusaModel, TargetModel
-from medusa_heads.checkpoint.checkpoint import replace_statistics
+from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
+from medusa_heads.checkpoint.checkpoint import replace_statistics, save_heads
 from medusa_heads.trees.statistics import HeadStatistics, prior_statistics
 
 MEASURED = ("report.json", "README.md")
@@ -101,3 +101,17 @@ def test_heads_are_saved_at_home_where_they_are_read_from(
     monkeypatch.chdir(tmp_path)
     assert loaded.save_pretrained("~/heads") == tmp_path / "heads"
     MedusaModel.from_pretrained("~/heads", target=target, tree="none")
+
+
+def test_a_target_is_named_by_where_it_lies(
+    target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads knew it by a path that was relative to where they were trained."""
+    target.model.save_pretrained(tmp_path / "project" / "models" / "mine")
+    monkeypatch.chdir(tmp_path / "project")
+    here = TargetModel.from_pretrained("models/mine")
+    save_heads("runs/heads", MedusaHeads.from_target(here, HeadsConfig(num_heads=1)), here)
+    monkeypatch.chdir(tmp_path)
+    loaded = MedusaModel.from_pretrained("project/runs/heads", tree="none")
+    told = sidecar(loaded.save_pretrained("elsewhere"))["target"]
+    assert told["name_or_path"] == str(tmp_path / "project" / "models" / "mine")

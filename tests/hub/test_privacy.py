@@ -139,3 +139,7 @@ def test_a_path_that_looks_like_a_hub_id_is_known_for_one(
     save_heads("run", MedusaHeads.from_target(here, HeadsConfig(num_heads=1)), here)
     with pytest.raises(ValueError, match="only as 'target' on this machine"):
         prepare_push("run", "alice/heads")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="only as 'target' on this machine"):
+        prepare_push("../run", "alice/heads")

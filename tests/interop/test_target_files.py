@@ -4,6 +4,7 @@ targets that an engine reads otherwise."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -148,3 +149,17 @@ def test_targets_that_read_images(kind: str, tmp_path: Path) -> None:
     assert torch.equal(copied, model.get_input_embeddings().weight)
     again = convert_heads(tmp_path / "out", tmp_path / "again", target=target)
     assert again.stored.target["lm_head_sha256"] == loaded.fingerprint()["lm_head_sha256"]
+
+
+def test_a_target_that_lies_above_the_heads(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a relative path, which was relative to where training ran, no hub is asked."""
+    shutil.copytree(target, tmp_path / "project" / "models" / "mine")
+    monkeypatch.chdir(tmp_path / "project")
+    loaded = TargetModel.from_pretrained("models/mine")
+    save_heads("runs/heads", new_heads(loaded, HeadsConfig(num_heads=1)), loaded)
+    monkeypatch.chdir(tmp_path)
+    export_heads("project/runs/heads", "out", "vllm")
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert said["base_model_name_or_path"] == str(tmp_path / "project" / "models" / "mine")
