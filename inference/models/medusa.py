@@ -243,7 +243,7 @@ class MedusaModel(AssistedModel):
                 with_vocab_matrix=with_vocab_matrix,
             )
             if stored is not None and self.checkpoint is not None:
-                carry_along(self.checkpoint, stored, made)
+                carry_along(self.checkpoint, stored, made, self.target.name_or_path)
             copy_checkpoint(made, folder)
         return folder
 

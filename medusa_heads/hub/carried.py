@@ -25,11 +25,11 @@ from medusa_heads.masking import masked
 from medusa_heads.trees.statistics import HeadStatistics
 
 
-def carry_along(came_from: Path, stored: StoredHeads, made: Path) -> None:
+def carry_along(came_from: Path, stored: StoredHeads, made: Path, loaded_from: str) -> None:
     """Put into a checkpoint folder that was just made what the folder its heads were loaded from
-    holds beside them: their adapter, the name it knows their target by, and, if the heads are
-    still those, what was measured of them. Raises ValueError: a file is a link that leads
-    elsewhere, or none that a checkpoint has."""
+    holds beside them: their adapter, the name it knows their target by, or where that was
+    `loaded_from`, and, if the heads are still those, what was measured of them. Raises ValueError:
+    a file is a link that leads elsewhere, or none that a checkpoint has."""
     same = is_heads(came_from) and _hold_the_same(came_from, made)
     measured = (*REPORT_FILES, CARD_FILE) if same else ()
     for name, path in own_files(came_from, (*measured, *ADAPTER_FILES)).items():
@@ -48,18 +48,19 @@ def carry_along(came_from: Path, stored: StoredHeads, made: Path) -> None:
         sidecar["provenance"].pop("calibrated", None)
     target: dict[str, Any] = sidecar["target"]
     names = ("name_or_path", "revision")
+    if stored.adapter is not None:  # it now lies beside, and so what carries it has a name
+        target["name_or_path"] = loaded_from
     # In float16 a target says nothing of its weights, which the heads' own were known by.
     if target["lm_head_sha256"] is None and (
         same or all(target[name] == stored.target.get(name) for name in names)
     ):
         target["lm_head_sha256"] = stored.target.get("lm_head_sha256")
-    known_as = stored.target.get("name_or_path")
+    known_as, revision = (stored.target.get(name) for name in names)
     # The same target may have been loaded from a copy, at a path that means nothing elsewhere.
-    revision = stored.target.get("revision")
     if known_as and not is_path(known_as) and local_target(known_as, revision, came_from) is None:
         target |= {name: stored.target.get(name) for name in names}
-        foreign = read_json(made / CONFIG_FILE) | {"base_model_name_or_path": known_as}
-        replace_json(made / CONFIG_FILE, foreign)
+    foreign = read_json(made / CONFIG_FILE) | {"base_model_name_or_path": target["name_or_path"]}
+    replace_json(made / CONFIG_FILE, foreign)
     replace_json(made / SIDECAR_FILE, sidecar)
 
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
 from medusa_heads.checkpoint.checkpoint import replace_statistics, save_heads
 from medusa_heads.trees.statistics import HeadStatistics, prior_statistics
+from tests.conftest import TinyLlama
 
 MEASURED = ("report.json", "README.md")
 
@@ -115,3 +117,20 @@ def test_a_target_is_named_by_where_it_lies(
     loaded = MedusaModel.from_pretrained("project/runs/heads", tree="none")
     told = sidecar(loaded.save_pretrained("elsewhere"))["target"]
     assert told["name_or_path"] == str(tmp_path / "project" / "models" / "mine")
+
+
+def test_heads_of_an_adapter_still_name_their_target(tiny_llama: TinyLlama, tmp_path: Path) -> None:
+    """With an adapter that does not lie beside the heads, a target would have no name."""
+    tiny_llama(vocab_size=24).save_pretrained(tmp_path / "target")
+    plain = TargetModel.from_pretrained(str(tmp_path / "target"))
+    adapted = get_peft_model(plain.model, LoraConfig(r=2, target_modules=["q_proj"]))
+    carrying = TargetModel(adapted)  # type: ignore[arg-type]
+    heads = MedusaHeads.from_target(carrying, HeadsConfig(num_heads=1))
+    save_heads(tmp_path / "heads", heads, carrying, adapter=adapted)
+    saved = MedusaModel.from_pretrained(tmp_path / "heads").save_pretrained(tmp_path / "saved")
+    assert sidecar(saved)["target"] == sidecar(tmp_path / "heads")["target"]
+    MedusaModel.from_pretrained(saved)
+    moved = tmp_path / "moved"
+    (tmp_path / "target").rename(moved)
+    loaded = MedusaModel.from_pretrained(saved, target=str(moved))
+    assert sidecar(loaded.save_pretrained(saved))["target"]["name_or_path"] == str(moved)
