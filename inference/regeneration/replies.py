@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from medusa_heads.data.chat import written_on
+from medusa_heads.data.bad_rows import BadRow
+from medusa_heads.data.chat import ChatTemplate, written_on
 from medusa_heads.data.encoding import special_ids
 from medusa_heads.inference.regeneration.prompts import Prompt
 
@@ -30,6 +31,25 @@ def spelling(tokenizer: Any, prompt: Prompt, text: str) -> list[int] | None:
     if whole[: len(asked)] != asked or decode(whole) != before + text:
         whole = written_on(tokenizer, asked, text, before + text) or asked
     return whole[len(asked) :] or None
+
+
+def ends_of_answers(chat: ChatTemplate, ends: Sequence[int]) -> list[int]:
+    """The tokens that end a target's text, first the one that its chat template writes behind an
+    answer, if it is among them: tokenizers may name another, as Gemma's does."""
+    asked, said = ({"role": role, "content": "Hello"} for role in ("user", "assistant"))
+    try:
+        texts = (
+            chat.render([asked], None, ask=True),
+            chat.render([asked, said, asked], None, ask=False),
+        )
+    except BadRow:  # a template may want more than these
+        return [*ends]
+    prompt, whole = chat.encode([*texts])
+    # A prompt may open a thought, which no earlier turn has.
+    alike = [a == b for a, b in zip(prompt, whole, strict=False)]
+    behind = whole[[*alike, False].index(False) :]
+    written = next((token for token in behind if token in ends), None)
+    return sorted(ends, key=lambda token: token != written)
 
 
 def complaint(reply: Any) -> str:

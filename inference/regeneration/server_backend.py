@@ -61,7 +61,7 @@ class ServerBackend(Backend):
     tokenizer: Any  # the target's
     _: KW_ONLY
     # The tokens that end the target's text; the first one is put behind answers that ended, unless
-    # the server sent tokens.
+    # the server sent tokens, or says which one it was.
     ends: Sequence[int]
     max_positions: int | None = None
     vocab_size: int | None = None
@@ -245,7 +245,9 @@ class ServerBackend(Backend):
             if made not in (None, len(tokens), len(tokens) + ended):
                 remarks.append(answers.OTHER_TOKENS)
         if ended and self.ends and tokens[-1] not in self.ends:
-            tokens = [*tokens, self.ends[0]]
+            # As vLLM and SGLang call it; a stop string is no token.
+            told = choice.get("stop_reason"), choice.get("matched_stop")
+            tokens = [*tokens, next((each for each in told if each in self.ends), self.ends[0])]
         answer = as_answer(tokens, self.ends)
         if answer.failure is not None:
             return answer

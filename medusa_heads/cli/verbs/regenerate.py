@@ -57,7 +57,7 @@ def regenerate(arguments: RegenerateArguments) -> None:
         shard=shard,
     )
     backend, target = (
-        (_elsewhere(arguments, tokenizer), None)
+        (_elsewhere(arguments, tokenizer, talks=dialogues.talks), None)
         if arguments.backend in ("server", "vllm")
         else _local(arguments)
     )
@@ -133,8 +133,9 @@ def _local(arguments: RegenerateArguments) -> tuple[Backend, TargetModel]:
     return TransformersBackend(target, num_workers=arguments.num_workers, **sizes), target
 
 
-def _elsewhere(arguments: RegenerateArguments, tokenizer: Any) -> Backend:
-    """vLLM or a server: the target's weights are not loaded by us."""
+def _elsewhere(arguments: RegenerateArguments, tokenizer: Any, *, talks: bool) -> Backend:
+    """vLLM or a server: the target's weights are not loaded by us. `talks`: it is asked in
+    conversations."""
     if tokenizer is None:
         raise ValueError(
             "answers are read with the target's tokenizer: name the hub id or folder that has it "
@@ -142,7 +143,9 @@ def _elsewhere(arguments: RegenerateArguments, tokenizer: Any) -> Backend:
         )
     from transformers import AutoConfig, GenerationConfig
 
+    from medusa_heads.data.chat import ChatTemplate
     from medusa_heads.hub_probe import asking_hub
+    from medusa_heads.inference.regeneration.replies import ends_of_answers
 
     name = arguments.model_name_or_path
     trust: dict[str, Any] = {"trust_remote_code": arguments.trust_remote_code}
@@ -153,9 +156,13 @@ def _elsewhere(arguments: RegenerateArguments, tokenizer: Any) -> Backend:
         except OSError:
             ends = None
     known = [ends] if isinstance(ends, int) else list(ends or [])
-    # Several tokens may end a text; the tokenizer says which one ends an answer.
+    # Several tokens may end a text; the tokenizer says which one does, and the template which one
+    # ends an answer.
     known = list(dict.fromkeys([tokenizer.eos_token_id, *known]))
     known = [token for token in known if token is not None]
+    if talks:
+        chat = ChatTemplate(tokenizer, arguments=mapping(arguments, "chat_template_kwargs"))
+        known = ends_of_answers(chat, known)
     if arguments.backend == "vllm":
         from medusa_heads.inference.regeneration.vllm_backend import VllmBackend
 
