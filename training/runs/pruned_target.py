@@ -104,7 +104,13 @@ def _pruned(target: TargetModel, chosen: list[int]) -> PreTrainedModel:
                 "needs: give a draft_model or a draft_hidden_size"
             )
         taken[name] = weights[where]
-    model.load_state_dict(taken)
+    try:
+        model.load_state_dict(taken)
+    except RuntimeError as error:  # such as one table with columns for each layer
+        raise ValueError(
+            f"the weights of {type(target.model).__name__} do not fit a smaller copy: give a "
+            "draft_model"
+        ) from error
     return model
 
 
@@ -128,13 +134,31 @@ def _smaller(
 
 
 def _smaller_config(target: TargetModel, chosen: list[int], hidden_size: int | None) -> Any:
-    config = copy.deepcopy(target.config)
+    config: Any = copy.deepcopy(target.config)
     layers = config.num_hidden_layers  # as it was: some count the entries of one of the lists
+    given = config.to_dict()
     # Lists with an entry a layer: kinds of attention, of feed-forward blocks, of positions, ...
-    for name, value in config.to_dict().items():
-        if isinstance(value, list | tuple) and len(value) == layers:
-            setattr(config, name, [value[i] for i in chosen])
+    lists = {
+        name: [value[i] for i in chosen]
+        for name, value in given.items()
+        if isinstance(value, list | tuple) and len(value) == layers
+    }
+    for name, value in lists.items():
+        setattr(config, name, [*value])
     config.num_hidden_layers = len(chosen)
+    # What some layers have of their own, by their numbers, such as wider attention heads (Gemma 4).
+    if own := given.get("per_layer_config"):
+        own = {int(number): values for number, values in own.items()}
+        config.per_layer_config = {
+            place: own[number] for place, number in enumerate(chosen) if number in own
+        }
+    # What is stored is read anew; some put a layer of a certain kind at the end then.
+    stored = type(config).from_dict(config.to_dict()).to_dict()
+    if changed := [name for name in lists if [*(stored.get(name) or ())] != lists[name]]:
+        raise ValueError(
+            f"with the layers {chosen} alone its {changed[0]} would be read otherwise, as "
+            f"{stored.get(changed[0])}"
+        )
     # A draft model need not cap its logits as the target does, and learns the same without.
     if getattr(config, "final_logit_softcapping", None):
         config.final_logit_softcapping = None

@@ -80,6 +80,46 @@ def test_a_kind_that_has_no_smaller_form_is_refused(kind: str, hidden_size: int 
         begin_draft(target, num_layers=2, hidden_size=hidden_size)
 
 
+def gemma4(**settings: Any) -> TargetModel:
+    """Four layers; those that see all of the text have wider attention heads."""
+    if "gemma4_text" not in CONFIG_MAPPING:
+        pytest.skip("this transformers has no gemma4_text")
+    config = tiny_config("gemma4_text").to_dict()
+    for name in ("layer_types", "num_hidden_layers", "per_layer_config"):
+        config.pop(name, None)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config |= {"num_hidden_layers": 4, "layer_types": kinds, "global_head_dim": 32}
+    config |= {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0} | settings
+    made = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gemma4_text"].from_dict(config))
+    return TargetModel(made.eval())
+
+
+def test_layers_keep_what_they_alone_have(tmp_path: Path) -> None:
+    target, ids_1T = gemma4(), torch.arange(9)[None]
+    draft = begin_draft(target, num_layers=3).eval()  # the second of them had another number
+    widths = [draft.get_submodule(f"model.layers.{i}.self_attn.q_norm").weight for i in range(3)]
+    model: Any = target.model
+    taken = [model.model.layers[i] for i in (0, 2, 3)]
+    assert all(map(torch.equal, widths, [layer.self_attn.q_norm.weight for layer in taken]))
+    draft.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(again(ids_1T).logits, draft(ids_1T).logits)
+
+
+@pytest.mark.parametrize(
+    ("settings", "layers", "sentence"),
+    [
+        ({}, 1, r"with the layers \[0\] alone its layer_types would be read otherwise"),
+        ({"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 61}, 2, "do not fit"),
+    ],
+)
+def test_layers_that_cannot_stand_alone_are_refused(
+    settings: dict[str, Any], layers: int, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        begin_draft(gemma4(**settings), num_layers=layers)
+
+
 def test_a_fresh_draft_has_the_width_asked_for(target: TargetModel) -> None:
     draft = begin_draft(target, num_layers=1, hidden_size=8)
     assert draft.config.hidden_size == 8 and draft.config.num_attention_heads == 1
