@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter, ArgumentParser
+from argparse import (
+    SUPPRESS,
+    Action,
+    ArgumentDefaultsHelpFormatter,
+    ArgumentParser,
+    Namespace,
+)
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import Field, field, fields, make_dataclass
@@ -28,10 +34,13 @@ def flags_of(kinds: Sequence[type]) -> list[tuple[str, Any, Field[Any]]]:
         for part in fields(kind):
             if (name := flag_name(part)) is not None:
                 metadata = {key: told for key, told in part.metadata.items() if key != "flag"}
+                typed = _as_typed(hints[part.name])
+                if any(get_origin(option) is list for option in (typed, *get_args(typed))):
+                    metadata["action"] = _Joined
                 made: Field[Any] = field(
                     default=part.default, default_factory=part.default_factory, metadata=metadata
                 )
-                flags.append((name, _as_typed(hints[part.name]), made))
+                flags.append((name, typed, made))
     return flags
 
 
@@ -77,6 +86,15 @@ def make_parser(
     parser.add_argument("--config", metavar="FILE.yaml", help="Values for any of these flags.")
     parser.add_argument("--version", action=_Version, nargs=0, help="Print the version and end.")
     return parser
+
+
+class _Joined(Action):
+    """Values of a flag that is given several times are joined, and replace whatever was the
+    default. argparse's own keep the last ones alone, or the default's beside them."""
+
+    def __call__(self, _: object, namespace: Namespace, values: Any, *__: object) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, [*([] if before is self.default else before), *values])
 
 
 class _Version(Action):

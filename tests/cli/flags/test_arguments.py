@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 
 from medusa_heads.cli.flags.arguments import parse_arguments, run_command
 from medusa_heads.cli.flags.config_file import read_config
+from medusa_heads.cli.verbs.generate import GenerateArguments
 from medusa_heads.errors import MedusaWarning
 from medusa_heads.settings import coerce
 
@@ -59,6 +60,18 @@ def test_a_flag_beats_the_file_and_the_file_the_default(tmp_path: Path) -> None:
     model, run = parse("--config", config, "--num_steps", "3")
     assert (model.name, model.kind) == ("b", "large")
     assert run == Run(1e-4, 3, True, ["x", "y"], '{"deep": 1}')
+
+
+def test_values_of_a_flag_that_is_given_again_are_joined(tmp_path: Path) -> None:
+    """None is dropped; together they beat those of the file, whatever command the flag is of."""
+    again = ("--tags", "a", "b", "--loud", "--tags", "c")
+    assert parse("--name", "n", *again)[1].tags == ["a", "b", "c"]
+    config = ("--config", write(tmp_path, "tags: [x, y]\n"), "--name", "n")
+    assert parse(*config, *again)[1].tags == ["a", "b", "c"]
+    of_file = write(tmp_path, "checkpoint: c\nstop: [x]\ndraft_model: small\n")
+    given = ["--config", of_file, "--stop", "a", "--stop", "b"]
+    (told,) = parse_arguments((GenerateArguments,), given, prog="tool", description="")
+    assert told.stop == ["a", "b"] and told.draft_model == ["small"]
 
 
 def test_a_preset_stands_under_flags_and_file(tmp_path: Path) -> None:
