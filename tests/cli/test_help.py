@@ -90,3 +90,9 @@ def test_the_help_names_every_ending_of_a_method(parser: Any) -> None:
     shown = " ".join(parser.format_help().split())
     for ending in (CORPUS, STREAM, COMPILE, STEPS, KERNELS):
         assert f"NAME{ending}" in shown, ending
+
+
+@pytest.mark.parametrize("parser", ["train-heads", "train-draft"], indirect=True)
+def test_a_switch_that_is_neither_on_nor_off_is_switched_on_by_its_name(parser: Any) -> None:
+    for given, told in (([], None), (["--bf16"], True), (["--bf16", "false"], False)):
+        assert parser.parse_known_args(given)[0].bf16 is told

@@ -57,6 +57,8 @@ class OptimisationArguments:
         None,
         "Compute what is learnt in bf16 autocast. Default: as mixed_precision of accelerate launch "
         "says, or where this machine trains faster so, measured once; not in several processes.",
+        nargs="?",
+        const=True,
     )
     seed: int = flag(0, "Seed of data order and sampling.")
     logging_steps: float = flag(10, "Steps between two lines of training loss.")
