@@ -32,6 +32,7 @@ Corpus = str | os.PathLike[str] | CorpusIndex | Sequence[Sequence[int]]
 INDEX_SUFFIX = ".safetensors"
 _COLUMNS = "'text', 'prompt' and 'completion', 'messages' or 'input_ids'"
 _TOGETHER = 64  # texts that are tokenised at a time
+_MOST_KEPT = 16  # indexes: those that were used last
 
 
 def find_corpus(
@@ -84,7 +85,9 @@ def index_files(path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase
     left_out: list[str] = []
     for file in files:
         try:
-            contents.append([file.relative_to(path).as_posix(), file_sha256(file)])
+            # How a file is read hangs on its name.
+            name = file.name if file == path else file.relative_to(path).as_posix()
+            contents.append([name, file_sha256(file)])
         except OSError as error:
             left_out.append(f"{file}: {error.strerror or first_line(error)}")
         else:
@@ -94,7 +97,10 @@ def index_files(path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase
     kept = measurement_folder() / "corpora" / f"{key}{INDEX_SUFFIX}"
     remove_leftovers(kept.parent)
     with suppress(ValueError):  # nothing there, or damaged: made anew
-        return CorpusIndex.load(kept, digest)
+        index = CorpusIndex.load(kept, digest)
+        with suppress(OSError):
+            kept.touch()
+        return index
     try:
         index = CorpusIndex.build(_documents(readable, tokenizer, left_out), digest)
     except ValueError as error:
@@ -106,7 +112,15 @@ def index_files(path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase
     with suppress(OSError):  # a read-only home: made again next time
         kept.parent.mkdir(parents=True, exist_ok=True)
         index.save(kept)
+        _forget_oldest(kept.parent)
     return index
+
+
+def _forget_oldest(folder: Path) -> None:
+    """Every change of a file makes another index; who has one mapped goes on with it."""
+    kept = sorted(folder.glob(f"*{INDEX_SUFFIX}"), key=lambda file: file.stat().st_mtime)
+    for oldest in kept[:-_MOST_KEPT]:
+        oldest.unlink(missing_ok=True)
 
 
 def vocabulary_sha256(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -6,6 +6,7 @@ import errno
 import gzip
 import json
 import os
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,36 @@ def test_is_indexed_once(
     assert continued(index_files(folder, tokenizer), tokenizer, "alpha(self):") == " return 1"
     (folder / "a.txt").write_text("def alpha(self): return 2", encoding="utf-8")
     assert continued(index_files(folder, tokenizer), tokenizer, "def alpha(self):") == " return 2"
+
+
+def test_a_file_is_read_as_its_name_says(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Also where the same bytes were indexed under another name."""
+    content = '{"text": "def alpha(self): return 1"}'
+    for name, behind in (("a.txt", ' return 1"}'), ("a.jsonl", " return 1")):
+        (folder / name).write_text(content, encoding="utf-8")
+        index = index_files(folder / name, tokenizer)
+        assert continued(index, tokenizer, "def alpha(self):") == behind
+
+
+def test_the_latest_indexes_are_kept(
+    folder: Path, cache: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every change of a file makes another one, of eight bytes a token."""
+    monkeypatch.setattr(corpus_files, "_MOST_KEPT", 2)
+
+    def index_anew(number: int) -> None:
+        (folder / "a.txt").write_text(f"def alpha(self): return {number}", encoding="utf-8")
+        index_files(folder, tokenizer)
+
+    for number in (0, 1, 0, 2):  # the first is looked up once more
+        index_anew(number)
+        kept = sorted((cache / "corpora").iterdir(), key=lambda file: file.stat().st_mtime)
+        for age, file in enumerate(kept[::-1], start=1):
+            os.utime(file, (time.time() - 60 * age,) * 2)
+    assert len(kept) == 2
+    monkeypatch.setattr(corpus_files, "_documents", lambda *_: pytest.fail("read again"))
+    index_anew(0)
+    index_anew(2)
 
 
 def test_a_read_only_home(folder: Path, cache: Path, tokenizer: PreTrainedTokenizerBase) -> None:
