@@ -20,7 +20,7 @@ from medusa_heads.pictures import (
 from medusa_heads.trees.statistics import HeadStatistics
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-_PHASES = ("prefill", "draft", "target", "walk", "cache", "other")
+_PHASES = ("prefill", "draft", "target", "walk", "cache", "other", "step")
 _WIDE = 6.4  # inches of a panel
 _FLAT = 3.6
 Panel = tuple[Callable[[Any], None], float]  # draws on matplotlib axes; its height in inches
@@ -155,7 +155,9 @@ def _draw_phases(axes: Any, methods: Sequence[Mapping[str, Any]], title: str) ->
     names = [method["name"] for method in methods]
     phases = [method["seconds_by_phase"] for method in methods]
     lefts = [0.0] * len(methods)
-    for name, colour in zip(_PHASES, LIGHT.colours, strict=False):
+    for name, colour in zip(_PHASES, LIGHT.colours, strict=True):
+        if not any(name in seconds for seconds in phases):
+            continue
         shares = [seconds.get(name, 0.0) / sum(seconds.values()) for seconds in phases]
         axes.barh(names, shares, 0.66, left=lefts, label=name, color=colour)
         lefts = [left + share for left, share in zip(lefts, shares, strict=True)]

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 
+from medusa_heads.inference.bench import plots
 from medusa_heads.inference.bench import report as module
 from medusa_heads.inference.bench.report import identity_cell, markdown, tables, write_report
 from medusa_heads.trees.statistics import HeadStatistics
@@ -59,6 +61,17 @@ def test_tables_have_the_reports_numbers(report: dict[str, Any]) -> None:
     ]
     assert str(first.title).startswith("bf16, greedy: 20 prompts x 128 new tokens")
     assert str(second.title).startswith("fp32, sampled at temperature 0.7")
+
+
+def test_all_of_the_time_is_drawn() -> None:
+    """Also where what comes behind the drafts is one graph, as on a GPU."""
+    in_one = {"prefill": 1.0, "draft": 0.5, "step": 8.0, "other": 0.5}
+    apart = {"prefill": 1.0, "draft": 0.5, "target": 6.0, "walk": 1.0, "cache": 1.0, "other": 0.5}
+    methods = [{"name": f"{i}", "seconds_by_phase": each} for i, each in enumerate((in_one, apart))]
+    axes = Figure().subplots()
+    plots._draw_phases(axes, methods, "greedy")
+    bars: list[Any] = list(axes.patches)
+    assert sum(bar.get_width() for bar in bars) == pytest.approx(len(methods))
 
 
 def test_names_are_no_markup(report: dict[str, Any]) -> None:
