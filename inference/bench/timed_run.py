@@ -63,7 +63,7 @@ def run_once(
     method: Method, model: Any, prompts: Sequence[Sequence[int]], seed: int, **generate_kwargs: Any
 ) -> TimedRun:
     """One timed generation of a batch, padded on the left, seeded; what it runs of the target is
-    counted from outside."""
+    counted from outside, but for methods of this engine, which say it."""
     pad = generate_kwargs.get("pad_token_id") or 0
     input_ids_BT, mask_BT = left_padded(prompts, pad, model.device)
     ends: list[float] = []  # of the target's forwards
@@ -92,8 +92,8 @@ def run_once(
         run.forwards = max(map(len, rows))  # plain: a token a forward
     if method.stats is not None:
         stats = method.stats()
-        # A script's forwards pass by the module, and so do compiled ones.
-        run.forwards = stats.forwards if method.compiled else max(run.forwards, stats.forwards)
+        # A script's forwards pass by the module, and so do compiled ones; others draft through it.
+        run.forwards = stats.forwards
         run.steps = stats.steps
         run.phases = dict(stats.seconds) | {"other": seconds - sum(stats.seconds.values())}
         run.accepted = stats.accepted - Counter({0: len(rows)})

@@ -40,10 +40,10 @@ def test_plain_decoding_has_a_cache_that_training_turned_off(medusa: MedusaModel
     model: Any = medusa.target.model
     model.generation_config.use_cache = False
     widths = []
-    model.register_forward_pre_hook(
+    with model.register_forward_pre_hook(
         lambda _, __, given: widths.append(given["input_ids"].shape[1]), with_kwargs=True
-    )
-    run_setting(medusa, methods_of(medusa, PLAIN))
+    ):
+        run_setting(medusa, methods_of(medusa, PLAIN))
     assert len(widths) == NEW * (1 + len(PROMPTS)) and widths.count(1) == (NEW - 1) * 4
 
 
@@ -66,6 +66,12 @@ def test_forwards_that_no_hook_sees_are_counted(medusa: MedusaModel) -> None:
     known = medusa.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=NEW, do_sample=False)
     method = Method(HEADS, lambda *_, **__: known, lambda: medusa.last_stats)
     assert run_once(method, model, PROMPTS[:1], 0).forwards == medusa.last_stats.forwards > 1
+
+
+def test_drafts_by_the_targets_own_layers_are_none_of_its_forwards(medusa: MedusaModel) -> None:
+    for method in methods_of(medusa, "early_exit:1"):
+        run = run_once(method, medusa.target.model, PROMPTS[:1], 0, max_new_tokens=NEW)
+        assert run.forwards == run.steps <= NEW
 
 
 def test_threads_are_tried_within_the_targets_context(monkeypatch: pytest.MonkeyPatch) -> None:
