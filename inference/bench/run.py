@@ -29,7 +29,7 @@ from medusa_heads.inference.bench.setting import Plan, decoding_options, measure
 from medusa_heads.inference.bench.source import find_source, load_models
 from medusa_heads.inference.bench.timed_run import Method, fastest_threads, run_once
 from medusa_heads.inference.models.drafted import check_once
-from medusa_heads.machine.facts import describe_machine
+from medusa_heads.machine.facts import as_used, describe_machine
 
 _DEFAULT_PLAN = Plan()
 
@@ -143,7 +143,7 @@ def measure_models(
 def _about(models: Models, plan: Plan, machine: dict[str, Any], left_out: int) -> dict[str, Any]:
     return {
         "target": models.target.name_or_path,
-        "machine": machine,
+        "machine": as_used(machine, models.target.device),
         "settings": [],
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "target_fingerprint": models.target.fingerprint(),

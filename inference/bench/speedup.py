@@ -32,7 +32,7 @@ from medusa_heads.inference.plan.tree_size import (
     read_as,
     tune,
 )
-from medusa_heads.machine.facts import describe_machine
+from medusa_heads.machine.facts import as_used, describe_machine
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.statistics import HeadStatistics
 
@@ -121,7 +121,7 @@ def analyze(
         "grown_from": getattr(target.config, "grown_from", None),
         "dtype": str(target.dtype).removeprefix("torch."),
         "context": context,
-        "machine": describe_machine(),
+        "machine": as_used(describe_machine(), target.device),
         "beside_others": beside_others,  # as some steps were measured
         "positions": statistics.positions,
         "acceptance": (acceptance := mean_acceptance(chances)),

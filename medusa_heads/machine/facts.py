@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
@@ -57,6 +58,16 @@ def describe_machine() -> dict[str, Any]:
         "load_average": loads and [round(load, 2) for load in loads],
         "python": platform.python_version(),
     }
+
+
+def as_used(machine: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Such a description of what computed on one device: no other GPU is named, and none at all
+    where that was the CPU."""
+    on_cpu = device.type == "cpu"
+    used = {name: told for name, told in machine.items() if not (on_cpu and name.startswith("gpu"))}
+    if device.type == "cuda":
+        used["gpu"] = torch.cuda.get_device_name(device)
+    return used | {"device": str(device)}
 
 
 def load_averages() -> tuple[float, float, float] | None:

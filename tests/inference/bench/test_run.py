@@ -16,10 +16,12 @@ from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import MedusaHeads
 from medusa_heads.inference.bench import run as benchmark_module
 from medusa_heads.inference.bench.methods import PLAIN, PROMPT_LOOKUP, STREAM
+from medusa_heads.inference.bench.plots import where_measured
 from medusa_heads.inference.bench.prompts import Prompt
 from medusa_heads.inference.bench.run import benchmark
 from medusa_heads.inference.bench.setting import Plan, Setting, default_settings, measure
 from medusa_heads.inference.models.medusa import MedusaModel
+from medusa_heads.machine import facts
 from medusa_heads.machine.facts import describe_machine
 from medusa_heads.target.target import TargetModel
 from tests.inference.bench.benchmarked import HEADS, NEW, PROMPTS
@@ -167,6 +169,21 @@ def test_no_setting_remembers_what_another_one_read(
     both = [Setting(name, "float32", ("recycling:4",)) for name in ("greedy", "sampled")]
     benchmark(tmp_path, PROMPTS, Plan(both, (1, 2), max_new_tokens=4), progress=False)
     assert len({id(drafter) for drafter in drafters}) == len(drafters) == 4
+
+
+def test_a_gpu_that_computes_nothing_is_not_named(
+    medusa: MedusaModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever measures on the CPU beside one publishes no figures of the GPU."""
+    medusa.target.model.save_pretrained(tmp_path)
+    beside = {"gpu": "A GPU", "gpu_toolkit": "1", "gpu_driver": "1"}
+    monkeypatch.setattr(facts, "_gpu", lambda: beside)
+    monkeypatch.setattr(facts, "_facts", facts._facts.__wrapped__)
+    plan = Plan([Setting("greedy", "float32", (PLAIN,))], max_new_tokens=2)
+    machine = benchmark(tmp_path, PROMPTS, plan, device="cpu", progress=False)["machine"]
+    assert describe_machine()["gpu"] == "A GPU"
+    assert machine["device"] == "cpu" and not beside.keys() & machine.keys()
+    assert where_measured(machine) == f"{machine['cores']} cores, {machine['cpu']}"
 
 
 def test_dtypes_that_are_given_twice_are_one() -> None:

@@ -204,6 +204,7 @@ def test_an_analysis_in_full(tiny_llama: TinyLlama, tmp_path: Path, chain_only: 
         assert [draft["tree"] for draft in batch["chains"]] == ["chain:1", "chain:2"]
         drafts = [*batch["chains"], *batch["trees"]]
         assert batch["best"]["speedup"] == max(draft["speedup"] for draft in drafts)
+    assert report["machine"]["device"] == "cpu"  # beside which a GPU may wait
     one = report["batches"][0]
     chain = one["chains"][1]
     assert chain["tokens_per_step"] == 1 + sum(chain_chances(statistics))
