@@ -19,6 +19,8 @@ from medusa_heads.settings import at_least, flag
 from medusa_heads.shared_flags import DeviceFlag, RemoteCodeFlag
 
 if TYPE_CHECKING:
+    import torch
+
     from medusa_heads.inference.bench.prompts import Prompt
     from medusa_heads.inference.bench.setting import Plan
     from medusa_heads.inference.bench.source import Source
@@ -126,7 +128,8 @@ def benchmark(arguments: BenchmarkArguments) -> None:
         corpus=arguments.corpus is not None,
     )
     if not arguments.dtypes:
-        arguments = replace(arguments, dtypes=_dtypes(arguments, source))
+        dtypes, device = _chosen(arguments, source, device)
+        arguments = replace(arguments, dtypes=dtypes)
     plan = _plan(arguments, has_heads)
     from rich.console import Console
 
@@ -165,8 +168,11 @@ def benchmark(arguments: BenchmarkArguments) -> None:
             print(f"Written: {path}")
 
 
-def _dtypes(arguments: BenchmarkArguments, source: Source) -> list[str]:
-    """The fastest, and float32 for the proof where that is cheap."""
+def _chosen(
+    arguments: BenchmarkArguments, source: Source, usual: torch.device
+) -> tuple[list[str], torch.device]:
+    """The fastest dtype, and float32 for the proof where that is cheap; and the device, another
+    than the usual one where that has no room for the weights."""
     from medusa_heads.machine.choice import choose
     from medusa_heads.target.loading import stored_form
 
@@ -174,13 +180,13 @@ def _dtypes(arguments: BenchmarkArguments, source: Source) -> list[str]:
     name, revision = source.target_name(trust_remote_code=trusted)
     form = stored_form(name, revision=revision, trust_remote_code=trusted)
     if form is None or form.dtype is None:
-        return ["float32"]
-    device = arguments.device
-    choice = choose("tree", device=device, stored=form.dtype, shape=form.shape, count_threads=False)
+        return ["float32"], usual
+    asked = arguments.device
+    choice = choose("tree", device=asked, stored=form.dtype, shape=form.shape, count_threads=False)
     apply_choice(choice)
     fastest = str(choice.dtype).removeprefix("torch.")
     proved = form.shape.parameters <= PROVED_PARAMETERS
-    return list(dict.fromkeys([fastest, "float32"] if proved else [fastest]))
+    return list(dict.fromkeys([fastest, "float32"] if proved else [fastest])), choice.device
 
 
 def _plan(arguments: BenchmarkArguments, has_heads: bool) -> Plan:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from transformers import dynamic_module_utils
 
 from medusa_heads import HeadsConfig, MedusaHeads, TargetModel
 from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.checkpoint.stored_heads import SIDECAR_FILE
 from medusa_heads.cli.verbs.benchmark import main
+from medusa_heads.inference.bench import run
+from medusa_heads.machine import choice
 from tests.conftest import Refused
 
 SMALL = ["--num-prompts", "1", "--prompt-length", "8", "--max-new-tokens", "4", "--tree", "2"]
@@ -73,6 +78,25 @@ def test_a_device_that_is_not_there(
 ) -> None:
     told = refused(main, [str(checkpoint / "heads"), "--device", device, *SMALL])
     assert sentence in told
+
+
+def test_what_is_measured_is_on_the_device_that_was_chosen(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The usual one may have no room for the weights."""
+    choose = choice.choose
+
+    def elsewhere(*given: Any, **options: Any) -> Any:
+        return replace(choose(*given, **options), device=torch.device("cuda", 7))
+
+    def measured(*_: Any, device: str, **__: Any) -> None:
+        raise ValueError(f"it was {device}")
+
+    monkeypatch.setattr(choice, "choose", elsewhere)
+    monkeypatch.setattr(run, "benchmark", measured)
+    for given, device in (([], "cuda:7"), (["--dtypes", "float32"], "cpu")):
+        assert main([str(checkpoint / "heads"), *given, *SMALL]) == 2
+        assert capsys.readouterr().err.endswith(f"it was {device}\n")
 
 
 @pytest.mark.parametrize("target", [None, {"name_or_path": ""}])
