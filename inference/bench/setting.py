@@ -68,6 +68,8 @@ class Plan:
             raise ValueError(f"batch_sizes must be at least 1, got {list(self.batch_sizes)}")
         at_least(self, 1, "max_new_tokens", "max_prompt_length", "threads")
         above_zero(self, "temperature")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed must be a number of 64 bits, got {self.seed}")
 
     @property
     def methods(self) -> list[str]:

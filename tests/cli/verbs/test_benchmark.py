@@ -162,6 +162,7 @@ def test_what_is_given_is_measured_by_default(
         ),
         (["--methods", "draft-model"], "needs a draft model: give --draft_model"),
         (["--methods", "plain", "--draft_model", "x"], "methods plain drafts with it: name draft-"),
+        (["--seed", str(2**64)], f"seed must be a number of 64 bits, got {2**64}"),
         (["--threads", "0"], "threads must be at least 1, got 0"),
         (["--batch_sizes", "0"], "batch_sizes must be at least 1, got [0]"),
         (["--decodings", "beam"], "expected decodings among greedy, sampled, got 'beam'"),
