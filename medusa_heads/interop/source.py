@@ -12,6 +12,7 @@ import mmap
 import pickletools
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from medusa_heads.checkpoint.tensor_file import why_unreadable
 from medusa_heads.files import expanded, read_json
 from medusa_heads.hub.names import is_repo_id, split_revision, wanted_revision
 from medusa_heads.hub.talking import in_one_sentence
+from medusa_heads.hub_probe import hub_failure
 
 HEADS_FILES = tuple(
     f"{name}_lm_head.{suffix}" for name in ("medusa", "hydra") for suffix in ("safetensors", "pt")
@@ -64,6 +66,11 @@ class Source:
         self._opened: dict[Path, Mapping[str, Tensor]] = {}
         self._own_names: dict[str, str] = {}
 
+    @cached_property
+    def unasked(self) -> str | None:
+        """Why no hub is asked for files, but only its cache; None where one is."""
+        return hub_failure() if self.folder is None else None
+
     def find(self, file: str) -> Path | None:
         """The path of a file, fetched if need be; None where there is no such file."""
         if Path(file).name != file:  # an index may be anyone's
@@ -73,16 +80,19 @@ class Source:
             if path.is_dir():
                 raise ValueError(f"expected a file at {str(path)!r}, found a folder: remove it")
             return path if path.is_file() else None
-        from huggingface_hub import constants, hf_hub_download
+        from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
         from transformers.utils.hub import extract_commit_hash
 
+        alone = self.unasked is not None
         with in_one_sentence(self.place, self.revision):
             try:
-                found = hf_hub_download(self.place, file, revision=self.revision)
+                found = hf_hub_download(
+                    self.place, file, revision=self.revision, local_files_only=alone
+                )
             except EntryNotFoundError as error:
-                # Not cached is not absent, but where the hub must not be asked.
-                if isinstance(error, LocalEntryNotFoundError) and not constants.HF_HUB_OFFLINE:
+                # Not cached is not absent, but where the hub cannot be asked.
+                if isinstance(error, LocalEntryNotFoundError) and not alone:
                     raise
                 return None
         # From here on all files come from the commit of the first.
@@ -191,6 +201,10 @@ def open_source(name_or_path: str, *, revision: str | None = None, model: bool =
             if file in HEADS_FILES and (matrix := source.find(VOCAB_MATRIX_FILE)):
                 source.take(matrix)
             return source
+    if source.unasked is not None:
+        raise ValueError(
+            f"no weights of {source.name!r} are in the local cache, and {source.unasked}"
+        )
     beside = [] if source.folder is None else sorted(source.folder.glob("*.safetensors"))
     others = [file for file in beside if file.is_file()]
     if len(others) != 1:

@@ -287,5 +287,5 @@ def test_hub_ids_are_read_from_the_cache(
         "format": "fasterdecoding",
         "source": "user/old",
     }
-    with pytest.raises(ValueError, match=r"^'user/none' holds no weights"):
+    with pytest.raises(ValueError, match=r"^no weights of 'user/none' are in the local cache"):
         convert_heads("user/none", tmp_path / "no")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from medusa_heads.checkpoint.stored_heads import read_stored
@@ -135,3 +136,22 @@ def test_an_index_of_a_repository_cannot_lead_out_of_it(hub: LocalHub, tmp_path:
     hub.upload("bob/evil", files)
     with pytest.raises(ValueError, match="outside its folder"):
         convert_heads("bob/evil", tmp_path / "out")
+
+
+@pytest.mark.parametrize("why", ["the hub cannot be reached", "the hub is switched off by HF_HUB"])
+def test_a_hub_that_cannot_be_asked(
+    why: str, hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client would try each file for half a minute; and what was not downloaded earlier is not
+    what a repository lacks."""
+    hub.upload("bob/old", files_of(layouts.fasterdecoding_v2(tmp_path / "old", native_tensors(2))))
+    convert_heads("bob/old", tmp_path / "first")
+    hub.requests.clear()
+    if "switched off" in why:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    else:
+        monkeypatch.setattr("medusa_heads.interop.source.hub_failure", lambda: why)
+    convert_heads("bob/old", tmp_path / "second")
+    with pytest.raises(ValueError, match=f"of 'bob/none' are in the local cache, and {why}"):
+        convert_heads("bob/none", tmp_path / "third")
+    assert not hub.requests
