@@ -138,6 +138,8 @@ def save_adapter(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     state = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    # It learns in fp32. In fp16 small numbers are lost, and by its digest it would be another.
+    dtype = torch.float32 if dtype == torch.float16 else dtype
     tensors = {name: tensor.detach().to("cpu", dtype) for name, tensor in state.items()}
     _check_tensors(tensors, config)
     write_tensors(folder / ADAPTER_WEIGHTS, tensors)

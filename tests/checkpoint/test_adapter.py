@@ -157,3 +157,19 @@ def test_what_could_not_be_loaded_is_not_saved(tiny_llama: TinyLlama, tmp_path: 
     with pytest.raises(ValueError, match="asks for 'use_dora'"):
         save_adapter(tmp_path, adapted(tiny_llama, use_dora=True), "t", torch.float32)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_small_numbers_come_back_in_short_dtypes(
+    tiny_llama: TinyLlama, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """As heads look for their adapter by its digest, none would be loaded with another."""
+    model = adapted(tiny_llama)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.copy_(torch.randn_like(parameter) * 1e-5)
+    save_adapter(tmp_path, model, "user/target", dtype)
+    for loaded in (torch.float16, torch.bfloat16, torch.float32):
+        again = load_adapter(tiny_llama().to(loaded), tmp_path)
+        assert adapter_digest(again) == adapter_digest(model)
