@@ -5,6 +5,7 @@ Shapes: R requests in a forward, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import ContinuousBatchingConfig
+from transformers.generation import logits_process as known
 from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingLogitsProcessor,
 )
@@ -31,6 +33,13 @@ from medusa_heads.inference.regeneration.transformers_backend import TargetBacke
 
 _CPU_PAGE = 32  # tokens
 _GREEDY = -1.0  # instead of a number in [0, 1): take the likeliest token
+# Look at the scores of one position alone, as transformers runs them here, and leave the likeliest
+# token there: greedy requests go through them too.
+_USABLE = (
+    known.EpsilonLogitsWarper, known.EtaLogitsWarper, known.InfNanRemoveLogitsProcessor,
+    known.LogitNormalization, known.MinPLogitsWarper, known.SuppressTokensLogitsProcessor,
+    known.TemperatureLogitsWarper, known.TopKLogitsWarper, known.TopPLogitsWarper,
+)  # fmt: skip
 
 
 class ContinuousBackend(TargetBackend):
@@ -40,7 +49,8 @@ class ContinuousBackend(TargetBackend):
     name = "continuous"
 
     def answer(self, take: Take, sampling: Sampling, on_tokens: OnTokens) -> Iterator[Answers]:
-        """Answer the prompts, each starting as soon as another has ended."""
+        """Answer the prompts, each starting as soon as another has ended. Raises ValueError: the
+        target's scores are processed in a way that this does not know."""
         for prompts in self.ahead(take):
             yield from self._answer(prompts, sampling)
 
@@ -55,6 +65,7 @@ class ContinuousBackend(TargetBackend):
         config, _ = model._prepare_generation_config(
             None, max_new_tokens=sampling.max_new_tokens, eos_token_id=sorted(ends) or -1, **options
         )
+        _check_processors(model, config)
         longest = max(len(prompt.input_ids) for prompt in prompts) + sampling.max_new_tokens
         manager = model.init_continuous_batching(config, self._batching(longest))
         if not only_greedy:
@@ -102,6 +113,20 @@ class ContinuousBackend(TargetBackend):
                 "max_batch_tokens": max(self.batch_size, longest),
             }
         return ContinuousBatchingConfig(max_requests_per_batch=self.batch_size, **sizes)
+
+
+def _check_processors(model: Any, config: Any) -> None:
+    """Raises ValueError where generate() would process scores as batches here do not: transformers
+    drops a repetition penalty with a line in its log, and others with none."""
+    told = copy.deepcopy(config)
+    model._prepare_special_tokens(told, True, device=model.device)
+    made = model._get_logits_processor(told, input_ids_seq_length=1, device=str(model.device))
+    others = sorted({type(each).__name__ for each in made if type(each) not in _USABLE})
+    if others:
+        raise ValueError(
+            f"continuous batching has no {', '.join(others)}, which the target's generation_config "
+            "asks for, and would write another text: choose another backend"
+        )
 
 
 class _RequestDraws(ContinuousBatchingLogitsProcessor):
