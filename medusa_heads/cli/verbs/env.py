@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.settings import flag
-from medusa_heads.shared_flags import DeviceFlag
+from medusa_heads.shared_flags import DeviceFlag, RemoteCodeFlag
 
 if TYPE_CHECKING:
     from medusa_heads.machine.products import Use
@@ -30,10 +30,13 @@ USES: dict[Use, str] = {
 
 
 @dataclass
-class EnvArguments(DeviceFlag):
+class EnvArguments(DeviceFlag, RemoteCodeFlag):
     """What to show."""
 
-    target: str | None = flag(None, "Hub id or folder of a target. Default: sizes of a small one.")
+    target: str | None = flag(
+        None,
+        "A target: a folder, or user/name[@revision] on a hub. Default: sizes of a small one.",
+    )
 
 
 def show(arguments: EnvArguments) -> None:
@@ -41,6 +44,7 @@ def show(arguments: EnvArguments) -> None:
     measurement fail.
     """
     from medusa_heads.contents import refuse_adapter, refuse_heads
+    from medusa_heads.hub.names import split_revision
     from medusa_heads.machine import choice, devices, facts, measurements, products
     from medusa_heads.target.loading import stored_form
 
@@ -50,11 +54,14 @@ def show(arguments: EnvArguments) -> None:
     if arguments.target is not None:
         refuse_heads(arguments.target)
         refuse_adapter(arguments.target)
-        form = stored_form(arguments.target)
+        name, revision = split_revision(arguments.target)
+        trusted = arguments.trust_remote_code
+        form = stored_form(name, revision=revision, trust_remote_code=trusted)
         if form is None:
+            code = "" if trusted else " (one with code of its own needs --trust_remote_code)"
             raise ValueError(
                 f"expected a causal language model (a hub id or a local folder) at "
-                f"{arguments.target!r}, found none"
+                f"{arguments.target!r}, found none{code}"
             )
         if form.dtype is None:
             raise ValueError(

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from medusa_heads import HeadsConfig, MedusaHeads, TargetModel
 from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.cli.main import main
 from medusa_heads.cli.verbs.env import USES
+from medusa_heads.target import loading
+from medusa_heads.target.loading import StoredForm
 from tests.conftest import Refused, TinyLlama
+from tests.machine.small import SMALL
 
 
 def test_it_prints_what_a_report_needs(
@@ -42,6 +47,23 @@ def test_it_measures_by_the_sizes_of_a_target(
 ) -> None:
     assert main(["env", str(checkpoint / "target")]) == 0
     assert "float32 as its weights are stored" in capsys.readouterr().out
+
+
+def test_a_target_with_code_of_its_own_at_a_revision(
+    refused: Refused, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the commands take it whose choices are shown."""
+    asked: list[tuple[str, str | None, bool]] = []
+
+    def stored_form(name: str, *, revision: str | None, trust_remote_code: bool) -> Any:
+        asked.append((name, revision, trust_remote_code))
+        return StoredForm(torch.float32, SMALL) if trust_remote_code else None
+
+    monkeypatch.setattr(loading, "stored_form", stored_form)
+    assert main(["env", "user/target@v2", "--trust_remote_code"]) == 0
+    assert "float32 as its weights are stored" in capsys.readouterr().out
+    assert "needs --trust_remote_code" in refused(main, ["env", "user/target"])
+    assert asked == [("user/target", "v2", True), ("user/target", None, False)]
 
 
 def test_mistakes_are_one_sentence(tmp_path: Path, refused: Refused) -> None:
