@@ -171,6 +171,12 @@ def expanded(name: str | os.PathLike[str]) -> Path:
         raise ValueError(f"no home is known for the path {str(name)!r}: write it out") from error
 
 
+def at_home(name: str) -> str:
+    """A model's name, or its path with the home written out, as no library does; ValueError for
+    nobody's home."""
+    return str(expanded(name)) if name.startswith("~") else name
+
+
 def is_path(name: str) -> bool:
     """Whether no hub id looks like this, so that no hub need be asked."""
     return name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1

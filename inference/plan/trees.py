@@ -15,9 +15,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
-from medusa_heads.files import parse_json, replace_file
+from medusa_heads.files import expanded, parse_json, replace_file
 from medusa_heads.heads import DraftHeads
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import text_drafter
@@ -103,7 +102,7 @@ def read_choices(path: str | os.PathLike[str]) -> list[list[int]]:
     """Rank paths from a JSON file: a list of lists, FasterDecoding's medusa_choices. Raises
     ValueError: not such a file."""
     try:
-        content = parse_json(Path(path).read_text(encoding="utf-8"))
+        content = parse_json(expanded(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"expected a JSON list of rank paths at {str(path)!r}: {error}") from error
     if not isinstance(content, list) or not all(

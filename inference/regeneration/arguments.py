@@ -6,6 +6,7 @@ Light: nothing here imports torch or transformers.
 from dataclasses import MISSING, dataclass
 from typing import Any, Literal
 
+from medusa_heads.files import at_home
 from medusa_heads.settings import above_zero, at_least, flag, folders
 from medusa_heads.shared_flags import BadRowFlag, LoadingFlags
 
@@ -125,6 +126,7 @@ class RegenerateArguments(LoadingFlags, BadRowFlag):
         named: Any = self.dataset  # in a YAML file, and from Python, one name may stand alone
         if isinstance(named, str):
             self.dataset = [named]
+        self.model_name_or_path = at_home(self.model_name_or_path)
         folders(self, "output_dir")
         at_least(self, 1, "prompt_length", "max_new_tokens", "num_workers", "concurrency")
         at_least(self, 1, "num_prompts", "batch_size", "num_shards", "top_k")

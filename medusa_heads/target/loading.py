@@ -13,7 +13,7 @@ import torch
 
 from medusa_heads.contents import refuse_heads, refuse_judges, said_of
 from medusa_heads.errors import NoModel, first_line
-from medusa_heads.files import expanded, is_path, read_json
+from medusa_heads.files import at_home, expanded, is_path, read_json
 from medusa_heads.hub_probe import asking_hub, on_hub
 from medusa_heads.machine.choice import Choice, as_dtype, choose
 from medusa_heads.machine.devices import find_device
@@ -135,7 +135,7 @@ def stored_form(
     name: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> StoredForm | None:
     """How a causal LM is stored; None where no configuration can be read."""
-    at = {} if revision is None else {"revision": revision}
+    name, at = at_home(name), {} if revision is None else {"revision": revision}
     with asking_hub(name) as options:
         return _stored_form(name, trust_remote_code=trust_remote_code, **options, **at)
 
@@ -230,6 +230,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer that lies beside a causal LM, by hub id or local path; an adapter may have none
     but its target's. Raises OSError, ValueError: there is none."""
+    name = at_home(name)
     try:
         return _tokenizer_at(name, revision, trust_remote_code)
     except (OSError, ValueError):

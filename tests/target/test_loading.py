@@ -21,7 +21,8 @@ from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
 from medusa_heads.checkpoint.adapter import adapter_digest
 from medusa_heads.checkpoint.checkpoint import describe_target, save_heads
 from medusa_heads.errors import NoModel
-from medusa_heads.target.loading import load_causal_lm, load_tokenizer
+from medusa_heads.inference.regeneration.arguments import RegenerateArguments
+from medusa_heads.target.loading import load_causal_lm, load_tokenizer, stored_form
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.hidden.meta_target import meta_target
@@ -282,3 +283,18 @@ def test_a_file_in_a_models_place_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     for name in ("model.gguf", "./model.gguf", str(tmp_path / "model.gguf")):
         with pytest.raises(NoModel, match="found a file: name the folder of a model"):
             load_causal_lm(name, dtype="auto", trust_remote_code=False)
+
+
+def test_a_target_in_the_users_home(
+    tmp_path: Path, tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As YAML files name it, in which no shell writes the home out."""
+    tiny_llama().save_pretrained(tmp_path / "target")
+    make_tokenizer().save_pretrained(tmp_path / "target")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    load_tokenizer("~/target")
+    form = stored_form("~/target")
+    assert form is not None and form.dtype == torch.float32
+    train, regenerate = TargetArguments("~/target"), RegenerateArguments("~/target", "out", ["a"])
+    assert train.model_name_or_path == regenerate.model_name_or_path == str(tmp_path / "target")
+    assert TargetArguments("user/target").model_name_or_path == "user/target"

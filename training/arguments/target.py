@@ -3,7 +3,7 @@
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from medusa_heads.files import expanded
+from medusa_heads.files import at_home, expanded
 from medusa_heads.settings import flag, mapping, one_of
 from medusa_heads.shared_flags import RemoteCodeFlag
 
@@ -40,6 +40,7 @@ class TargetArguments(RemoteCodeFlag):
     )
 
     def __post_init__(self) -> None:
+        self.model_name_or_path = at_home(self.model_name_or_path)
         if self.model_revision is not None and expanded(self.model_name_or_path).is_dir():
             raise ValueError(
                 f"model_revision is of a model on the hub, and {self.model_name_or_path!r} is a "

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from medusa_heads.cli.flags.parser import flags_of
 from medusa_heads.cli.flags.unknown_names import explain_key
+from medusa_heads.files import expanded
 from medusa_heads.plain_yaml import parse_yaml, scalars_as_said
 from medusa_heads.settings import coerce
 
 
 def read_config(path: str | os.PathLike[str], types: Sequence[type]) -> dict[str, Any]:
     """The values of a YAML file by the names of the flags of these dataclasses."""
-    file = Path(path)
+    file = expanded(path)
     if not file.is_file():
         raise ValueError(f"expected a YAML file at {str(path)!r}, found none")
     try:

@@ -21,6 +21,13 @@ class Words:
     loud: bool = True
 
 
+def test_a_file_in_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell leaves --config=~/run.yaml as it is."""
+    write(tmp_path, "kinds: a")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert read_config("~/run.yaml", (Words,)) == {"kinds": ["a"]}
+
+
 def test_a_word_is_what_stands_in_the_file_whatever_yaml_makes_of_it(tmp_path: Path) -> None:
     lines = "cache: off\neach: yes\nrevision: 2024-01-01\nkinds: [no, 1.10, 0x10]\nloud: off\n"
     said = read_config(write(tmp_path, lines), (Words,))

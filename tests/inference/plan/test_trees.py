@@ -86,10 +86,13 @@ def test_unknown_words_are_refused(heads: MedusaHeads, spec: TreeSpec) -> None:
         make_drafter(spec, heads, None)
 
 
-def test_medusa_choices_files(heads: MedusaHeads, tmp_path: Path) -> None:
+def test_medusa_choices_files(
+    heads: MedusaHeads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "choices.json"
     write_choices(path, [(0,), (0, 1), (2,)])
-    assert read_choices(path) == [[0], [0, 1], [2]]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert read_choices(path) == read_choices("~/choices.json") == [[0], [0, 1], [2]]
     drafter = make_drafter(str(path), heads, None)
     assert isinstance(drafter, MedusaDrafter) and drafter.shape.num_nodes == 4
     for content in ("[[0], [true]]", '{"a": 1}', "[["):
