@@ -40,7 +40,9 @@ def folder(tiny_llama: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> P
 
 def run(folder: Path, output: Path, *more: str) -> int:
     given = ["--model_name_or_path", str(folder / "target"), "--output_dir", str(output)]
-    return main([*given, "--dataset", str(folder / "talks.jsonl"), "--max_new_tokens", "8", *more])
+    if "--dataset" not in more:
+        given += ["--dataset", str(folder / "talks.jsonl")]
+    return main([*given, "--max_new_tokens", "8", *more])
 
 
 def test_train_heads_learns_from_what_regenerate_wrote(
