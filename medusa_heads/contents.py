@@ -117,7 +117,8 @@ def refuse_adapter(name: str | os.PathLike[str]) -> None:
 def refuse_judges(config: Any, name: str) -> None:
     """Raises ValueError: a model was tuned to judge texts, as a reward model is, and not to write
     them. Where its lm_head is its token embeddings, no weight of a causal LM is missing."""
-    kinds = map(str, getattr(config, "architectures", None) or ())
+    said = getattr(config, "architectures", None)  # as config.json has it, whatever that is
+    kinds = map(str, said if isinstance(said, list) else [said])
     if (judge := next((kind for kind in kinds if kind.endswith(_JUDGES)), None)) is not None:
         raise NoModel(
             f"expected a causal language model at {name!r}, found a {judge}, which was tuned to "

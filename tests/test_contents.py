@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,15 @@ def test_what_this_package_writes_is_no_foreign_model(folder: Path, tmp_path: Pa
         (tmp_path / name).touch()
         assert foreign_model(tmp_path) == name
         (tmp_path / name).unlink()
+
+
+def test_architectures_that_are_no_list(tiny_llama: TinyLlama, tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    for said in ("LlamaForCausalLM", 1):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": said}))
+        load_causal_lm(str(tmp_path), dtype="auto", trust_remote_code=False)
+    judge = "LlamaForSequenceClassification"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": judge}))
+    with pytest.raises(ValueError, match=f"found a {judge}, which was tuned to judge texts"):
+        load_causal_lm(str(tmp_path), dtype="auto", trust_remote_code=False)
