@@ -17,6 +17,7 @@ from torch import Tensor
 from medusa_heads.checkpoint.files import CONFIG_FILE, write_json
 from medusa_heads.checkpoint.tensor_file import write_tensors
 from medusa_heads.contents import refuse_adapter
+from medusa_heads.errors import first_line
 from medusa_heads.files import expanded, read_json
 from medusa_heads.heads.vocabulary import embeddings, vocabulary
 from medusa_heads.hub.folder import check_inside
@@ -115,7 +116,7 @@ def empty_model(name: str, source: Source, trust_remote_code: bool) -> Any:
         with torch.device("meta"):
             return loader_of(config).from_config(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever it is that a model's own code does not expect
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = first_line(error)
         raise ValueError(f"expected a causal language model at {name!r}: {reason}") from error
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
 from medusa_heads import HeadsConfig, TargetModel, new_heads
@@ -163,3 +163,14 @@ def test_a_target_that_lies_above_the_heads(
     export_heads("project/runs/heads", "out", "vllm")
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert said["base_model_name_or_path"] == str(tmp_path / "project" / "models" / "mine")
+
+
+def test_a_model_that_writes_no_text(tmp_path: Path) -> None:
+    """transformers names all of hundreds that do."""
+    source = layers.written(tmp_path / "source", *layers.PUBLISHED["eagle3"])
+    (tmp_path / "clip").mkdir()
+    (tmp_path / "clip" / "config.json").write_text('{"model_type": "clip"}')
+    save_file({str(i): torch.zeros(1) for i in range(12)}, tmp_path / "clip" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"language model at .* Unrecognized") as raised:
+        convert_heads(source, tmp_path / "out", target=str(tmp_path / "clip"))
+    assert "GPT2Config" not in str(raised.value)
