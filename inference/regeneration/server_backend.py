@@ -42,6 +42,7 @@ Endpoint = Literal["auto", "completions", "chat"]
 
 _UNKNOWN_HERE = (400, 404, 405, 415, 422, 501)  # the server has no such endpoint, or no ids there
 _REFUSED = (400, 413, 422)  # a prompt, such as one that is too long for the server
+_SPECIAL = "skip_special_tokens"  # vLLM's and SGLang's, of texts; unless told otherwise, they do
 _GREETING = ({"role": "user", "content": "Hello"},)
 _DEAD_AFTER = 16  # failures in a row, of whatever kind, and not one answer between them
 
@@ -87,6 +88,7 @@ class ServerBackend(Backend):
         self._failures, self._lock = 0, Lock()
         self._lived, self._trying = False, Lock()
         self._tried: Endpoint | None = None
+        self._asks_special = True
         self._servers = Servers(
             urls,
             retries=self.retries,
@@ -180,6 +182,13 @@ class ServerBackend(Backend):
             if prompt.talk.variables:
                 request["chat_template_kwargs"] = dict(prompt.talk.variables)
         path = f"/{'chat/' * (endpoint == 'chat')}completions"
+        # A text without the special tokens within it, such as those before a channel or a call of a
+        # tool, is not what the target wrote.
+        if endpoint == "completions" and self._asks_special:
+            status, reply = self._servers.post(path, json.dumps(request | {_SPECIAL: False}))
+            if status not in _REFUSED or _SPECIAL not in str(reply):
+                return status, reply
+            self._asks_special = False  # it refuses what it does not know
         return self._servers.post(path, json.dumps(request))
 
     def _ask(self, prompt: Prompt, sampling: Sampling) -> Answer:

@@ -26,6 +26,7 @@ class CompletionServer(ThreadingHTTPServer):
         failures: status codes to answer with before anything else, in order.
         dies_after: requests after which all others fail.
         longest: tokens of the longest prompt that is not refused.
+        unknown: a field of requests that is refused, as strict servers do.
         spoil: what to do to each text before it is sent.
         requests: bodies of all requests.
         authorizations: their headers.
@@ -41,6 +42,7 @@ class CompletionServer(ThreadingHTTPServer):
         self.failures: list[int] = []
         self.dies_after: int | None = None
         self.longest: int | None = None
+        self.unknown: str | None = None
         self.spoil = lambda text: text
         self.requests: list[dict[str, Any]] = []
         self.authorizations: list[str | None] = []
@@ -90,6 +92,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(failure, {"error": {"message": "not now"}})
         if server.key is not None and self.headers["Authorization"] != f"Bearer {server.key}":
             return self._send(401, {"error": {"message": "who are you?"}})
+        if server.unknown in request:
+            return self._send(422, {"detail": f"extra fields not permitted: {server.unknown}"})
         is_chat = self.path.endswith("/chat/completions")
         if is_chat:
             prompt = server.tokenizer.apply_chat_template(
@@ -107,7 +111,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(400, {"error": {"message": "too long"}})
         tokens, reason = server.complete(prompt, request)
         ended = reason == "stop"
-        text = server.spoil(server.tokenizer.decode(tokens[:-1] if ended else tokens))
+        skip = request.get("skip_special_tokens", True)  # vLLM's default
+        said = tokens[:-1] if ended else tokens
+        text = server.spoil(server.tokenizer.decode(said, skip_special_tokens=skip))
         choice: dict[str, Any] = {"index": 0, "finish_reason": reason}
         choice |= {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
         if server.sends_ids and request.get("return_token_ids"):

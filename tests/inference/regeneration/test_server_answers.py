@@ -20,6 +20,10 @@ from medusa_heads.inference.regeneration.dialogues import read_dialogues
 from medusa_heads.inference.regeneration.prompts import Prompt
 from medusa_heads.inference.regeneration.regenerate import answer_dialogues
 from medusa_heads.inference.regeneration.server_backend import ServerBackend
+from medusa_heads.inference.regeneration.transformers_backend import TransformersBackend
+from medusa_heads.target.target import TargetModel
+from tests.conftest import TinyLlama
+from tests.inference.regeneration.completion_server import serving
 from tests.inference.speaking import make_tokenizer
 from tests.training.templates import DEMO_TARGET
 
@@ -114,3 +118,31 @@ def test_an_answer_that_ends_behind_the_context_is_a_failure(
     assert answer.failure is None
     answer = read(choice, tmp_path / "behind", monkeypatch, max_positions=longest)
     assert answer.failure == OVERLONG and f"the context is {longest}" in answer.detail
+
+
+@pytest.mark.parametrize("unknown", [None, "skip_special_tokens"])
+def test_special_tokens_within_an_answer_are_asked_for(
+    unknown: str | None, tiny_llama: TinyLlama, tmp_path: Path
+) -> None:
+    """Servers leave them out, and the text without them is not what the target wrote. One that
+    does not know the request is asked as before."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<channel>"]})
+    model = tiny_llama(vocab_size=len(tokenizer))
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.sequence_bias = [[[len(tokenizer) - 1], 3.0]]
+    rows = Dataset.from_dict({"input_ids": [ids(word) for word in ("how?", "why?", "who", "so")]})
+    made = {}
+    with serving(model, tokenizer) as server:
+        server.unknown = unknown
+        there = ServerBackend(server.url, "tiny", tokenizer, ends=[END], retries=0, concurrency=1)
+        for name, backend in (("there", there), ("home", TransformersBackend(TargetModel(model)))):
+            result = answer_dialogues(
+                backend, read_dialogues(rows, None), Sampling(12),
+                greedy_share=1.0, cache_dir=tmp_path / name, progress=False,
+            )  # fmt: skip
+            made[name] = result.rows.to_dict()
+    assert any(len(tokenizer) - 1 in row for row in made["home"]["labels"])
+    assert (made["there"] == made["home"]) == (unknown is None)
+    asked = ["skip_special_tokens" in request for request in server.requests]
+    assert asked == ([True] * 5 if unknown is None else [True] + [False] * 5)
