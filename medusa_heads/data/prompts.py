@@ -27,9 +27,11 @@ def until_end(tokens: Sequence[int], ends: Collection[int]) -> list[int]:
 
 
 def pad_id(model: Any) -> int:
-    """A token to pad texts with: the model's own for it, or else one that ends its texts."""
+    """A token to pad texts with: the model's own for it, or else one that ends its texts. Models
+    name tokens that they do not have, such as -1, or one that only their tokenizer has."""
     pad = model.generation_config.pad_token_id
-    return int(pad) if pad is not None else next(iter(stop_ids(model)), 0)
+    known = range(model.config.get_text_config(decoder=True).vocab_size)
+    return int(pad) if pad in known else next((end for end in stop_ids(model) if end in known), 0)
 
 
 def lacks_template(text: str | None, tokenizer: Any) -> bool:

@@ -96,6 +96,20 @@ def test_prompts_of_unequal_length_are_padded_left(target: TargetModel, tmp_path
     assert [row["input_ids"] for row in rows] == [plain(target, p) for p in prompts["input_ids"]]
 
 
+@pytest.mark.parametrize("pad", [-1, 199])
+def test_a_token_for_padding_that_the_target_does_not_have_is_not_used(
+    pad: int, tiny_llama: Callable[..., LlamaForCausalLM], tmp_path: Path
+) -> None:
+    prompts, made = Dataset.from_dict({"input_ids": [[1, 2, 3], [4], [5, 6], [7]]}), []
+    for name in (None, pad):
+        model: Any = tiny_llama()
+        model.generation_config.pad_token_id = name
+        target = TargetModel(model)
+        options: dict[str, Any] = {"max_new_tokens": 4, "progress": False}
+        made.append(regenerate(target, prompts, cache_dir=tmp_path / str(name), **options))
+    assert made[0].to_dict() == made[1].to_dict()
+
+
 def test_text_ends_with_the_end_token(
     tiny_llama: Callable[..., LlamaForCausalLM], prompts: Dataset, tmp_path: Path
 ) -> None:
