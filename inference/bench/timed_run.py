@@ -129,7 +129,7 @@ def fastest_threads(model: Any, prompt: Sequence[int], most_tokens: int = WARM_U
     most = torch.get_num_threads()
     if model.device.type != "cpu" or most == 1:
         return most
-    method, how = Method("plain", model.generate), {"do_sample": False}
+    method, how = Method("plain", model.generate), {"do_sample": False, "use_cache": True}
     new = min(WARM_UP_TOKENS, most_tokens)
     seconds: dict[int, list[float]] = {1: [], most: []}
     for _ in range(4):

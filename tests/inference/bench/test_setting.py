@@ -83,6 +83,22 @@ def test_threads_are_tried_within_the_targets_context(monkeypatch: pytest.Monkey
     assert fastest_threads(learned, range(16), 4) in (1, 2)
 
 
+def test_threads_are_tried_as_plain_decoding_is_timed(
+    medusa: MedusaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a cache: without one every token reads the whole text again, by many threads sooner."""
+    model: Any = medusa.target.model
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(model.generation_config, "use_cache", False)
+    widths = []
+    with model.register_forward_pre_hook(
+        lambda _, __, given: widths.append(given["input_ids"].shape[1]), with_kwargs=True
+    ):
+        fastest_threads(model, PROMPTS[0], 4)
+    assert widths.count(1) == 3 * widths.count(len(PROMPTS[0])) == 3 * len(widths) // 4
+
+
 @pytest.mark.parametrize("name", ["greedy", "sampled"])
 def test_altered_output_is_noticed(medusa: MedusaModel, name: str) -> None:
     """The negative control: one wrong token in one of the prompts."""
