@@ -27,12 +27,12 @@ _WAITING = 0.1
 def measurement_folder() -> Path:
     """Where measurements are kept, a folder for each kind."""
     if base := os.environ.get(CACHE_VARIABLE):
-        return Path(base)
+        return Path(os.path.expanduser(base))
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:  # a user without a home
         home = tempfile.gettempdir()
-    return Path(home) / "medusa_heads"
+    return Path(os.path.expanduser(home)) / "medusa_heads"
 
 
 def as_seconds(stored: Any, *, least: float = MOMENT) -> float:

@@ -67,6 +67,18 @@ def test_a_system_that_tells_no_load(
     assert not measurements.Contention().seen()
 
 
+def test_the_cache_is_in_the_users_home_where_its_variable_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What sets it may be no shell, and a folder called ~ is soon removed, and the home with it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("MEDUSA_HEADS_CACHE", "~/kept")
+    assert measurements.measurement_folder() == tmp_path / "kept"
+    monkeypatch.delenv("MEDUSA_HEADS_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/kept")
+    assert measurements.measurement_folder() == tmp_path / "kept" / "medusa_heads"
+
+
 def test_no_more_threads_than_a_container_may_run(
     cache: Path, quiet: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
