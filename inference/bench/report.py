@@ -149,14 +149,19 @@ def write_report(
     png_file.parent.mkdir(parents=True, exist_ok=True)
     draw(report, statistics, png_file)
     # The numbers last: where they are, the rest is too.
-    return (*write_numbers(folder, report), png_file)
+    return (*_write_numbers(png_file.parent, report), png_file)
 
 
 def write_numbers(folder: str | os.PathLike[str], report: Mapping[str, Any]) -> tuple[Path, Path]:
-    """The report without its picture, which needs matplotlib; returns the two paths. Raises
-    OSError: the folder cannot be written."""
+    """The report without its picture, which needs matplotlib; one of other numbers goes. Returns
+    the two paths. Raises OSError: the folder cannot be written."""
     path = expanded(folder)
     path.mkdir(parents=True, exist_ok=True)
+    (path / PNG_FILE).unlink(missing_ok=True)
+    return _write_numbers(path, report)
+
+
+def _write_numbers(path: Path, report: Mapping[str, Any]) -> tuple[Path, Path]:
     json_file, markdown_file = path / JSON_FILE, path / MARKDOWN_FILE
     replace_file(markdown_file, markdown(report))
     replace_json(json_file, report)

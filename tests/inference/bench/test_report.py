@@ -14,7 +14,13 @@ from rich.console import Console
 
 from medusa_heads.inference.bench import plots
 from medusa_heads.inference.bench import report as module
-from medusa_heads.inference.bench.report import identity_cell, markdown, tables, write_report
+from medusa_heads.inference.bench.report import (
+    identity_cell,
+    markdown,
+    tables,
+    write_numbers,
+    write_report,
+)
 from medusa_heads.trees.statistics import HeadStatistics
 
 
@@ -170,6 +176,16 @@ def test_a_failure_leaves_the_old_report(
         write_report(tmp_path, {**report, "target": "another"})
     assert [file.read_bytes() for file in files] == before
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_no_picture_of_other_numbers_stays_beside_new_ones(
+    report: dict[str, Any], tmp_path: Path
+) -> None:
+    """Where a run is interrupted, it would be pushed with them."""
+    picture = write_report(tmp_path, report)[-1]
+    assert picture.is_file()
+    write_numbers(tmp_path, {**report, "target": "another"})
+    assert not picture.is_file()
 
 
 @pytest.fixture
