@@ -43,6 +43,15 @@ def test_no_standard_streams_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sys.stdout is None and sys.stderr is None
 
 
+def test_a_line_of_another_encoding_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chat reads on behind it; Python drops the lines that it has read together."""
+    given = io.TextIOWrapper(io.BytesIO(b"first\ncaf\xe9\nlast\n"), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", given)
+    lines: list[str] = []
+    assert run_command(lambda: lines.extend(input() for _ in range(3))) == 0
+    assert lines == ["first", "caf\udce9", "last"]
+
+
 def test_a_prompt_that_cannot_come(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
