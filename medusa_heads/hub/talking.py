@@ -127,7 +127,8 @@ def _sentence(error: BaseException, repo_id: str, revision: str | None) -> str:
             f"it: check the name, or {LOG_IN}"
         )
     if status == 403:
-        return f"the token may not write to {repo_id!r}{because}: {LOG_IN} with one that may"
+        do = "read" if answer.response.request.method in ("GET", "HEAD") else "write to"
+        return f"the token may not {do} {repo_id!r}{because}: {LOG_IN} with one that may"
     if status in (409, 412):
         return f"{repo_id!r} was changed by someone else meanwhile{because}: push again"
     return f"the hub answered {status} for {repo_id!r}{because}"

@@ -11,6 +11,7 @@ from medusa_heads.checkpoint.files import ADAPTER_FOLDER, WEIGHTS_FILE
 from medusa_heads.contents import SIDECAR_FILE
 from medusa_heads.hub.pull import pull
 from medusa_heads.hub.push import prepare_push, push
+from tests.hub.hub_api import Refusal
 from tests.hub.hub_server import LocalHub
 from tests.hub.test_pull import contents
 from tests.pairs import alternately
@@ -49,3 +50,17 @@ def test_damaged_heads_take_no_place(
     with pytest.raises(ValueError, match=SAID[damage]):
         pull("bob/damaged", out, overwrite=overwrite)
     assert contents(out) == before and out.exists() == overwrite
+
+
+def test_a_token_that_may_not_read(hub: LocalHub, checkpoint: Path, tmp_path: Path) -> None:
+    """As one of fine grain, which was made for other repositories."""
+    push(prepare_push(checkpoint, "alice/heads"))
+
+    def refuse(method: str, path: str) -> None:
+        raise Refusal(403, "Ask for the right to read")
+
+    with (
+        hub.interfering(refuse),
+        pytest.raises(ValueError, match=r"token may not read 'alice/heads' \(Ask for the right"),
+    ):
+        pull("alice/heads", tmp_path / "out")
