@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from medusa_heads.cli.flags.arguments import arguments_of, command
 from medusa_heads.cli.training import Command
@@ -47,8 +48,9 @@ def train(
     given, trusted = to_draft.draft_model is not None, to_target.trust_remote_code
     args = draft_training_arguments(to_optimise, given=given, autocast=command.autocast)
     DraftTrainer.check_arguments(args)
-    shape = partial(draft_shape, **to_draft.beginning(), trust_remote_code=trusted)
     four_bits = to_target.load_in_4bit
+    begins: dict[str, Any] = {**to_draft.beginning(), "quantised": four_bits}
+    shape = partial(draft_shape, **begins, trust_remote_code=trusted)
     told = {"draft": to_draft, "tokenizer": command.tokenizer, "trust_remote_code": trusted}
     command.run(
         args,

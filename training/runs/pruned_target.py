@@ -31,12 +31,14 @@ def begin_draft(
     hidden_size: int | None = None,
     trust_remote_code: bool = False,
     weights: bool = True,
+    quantised: bool = False,
 ) -> PreTrainedModel:
     """A causal LM to be trained as a draft model, in fp32, on the target's device: a named one of
     the target's vocabulary, to go on from; or some of the target's layers, by default a quarter,
     rounded up; with a hidden size, as many fresh ones of that width. Without `weights` its shape
-    alone, on the meta device. Raises ValueError: sizes that cannot be, a quantised target, another
-    vocabulary, or a recurrent state, with which nothing drafts."""
+    alone, on the meta device, of a target that may be there, too, and `quantised` when it is
+    loaded. Raises ValueError: sizes that cannot be, a quantised target, another vocabulary, or a
+    recurrent state, with which nothing drafts."""
     model: Any
     if draft_model is not None:
         trusted: Any = {"trust_remote_code": trust_remote_code}
@@ -46,11 +48,14 @@ def begin_draft(
             given = meta_target(TargetArguments(draft_model, dtype="float32", **trusted))
         check_vocabulary(given, target)
         model = given.model
-    elif weights and hidden_size is None:
-        model = _pruned(target, _chosen(target, num_layers))
     else:
+        chosen = _chosen(target, num_layers)
+        if hidden_size is None:
+            _refuse_quantised(target, quantised)
         with nullcontext() if weights else torch.device("meta"):
-            model = _smaller(target, _chosen(target, num_layers), hidden_size)
+            model = _smaller(target, chosen, hidden_size)
+        if hidden_size is None:
+            _take_layers(model, target, chosen)
     config = model.config.get_text_config(decoder=True)
     if is_recurrent(config):
         raise ValueError(
@@ -82,14 +87,17 @@ def spread(layers: int, wanted: int) -> list[int]:
     return [round(i * (layers - 1) / max(wanted - 1, 1)) for i in range(wanted)]
 
 
-def _pruned(target: TargetModel, chosen: list[int]) -> PreTrainedModel:
-    """The target with these layers alone: its embeddings, norms and lm_head are copied too."""
-    if getattr(target.config, "quantization_config", None) is not None:
+def _refuse_quantised(target: TargetModel, quantised: bool) -> None:
+    if quantised or getattr(target.config, "quantization_config", None) is not None:
         raise ValueError(
             "the layers of a quantised target cannot be trained: load it unquantised, or give a "
             "draft_model or a draft_hidden_size"
         )
-    model = _smaller(target, chosen)
+
+
+def _take_layers(model: PreTrainedModel, target: TargetModel, chosen: list[int]) -> None:
+    """Copy these layers of the target, and its embeddings, norms and lm_head, into a fresh model of
+    as many. On the meta device it is only seen whether they fit."""
     place, source = _layer_place(model), _layer_place(target.model)
     weights = target.model.state_dict()
     taken: dict[str, Tensor] = {}
@@ -103,7 +111,7 @@ def _pruned(target: TargetModel, chosen: list[int]) -> PreTrainedModel:
                 f"{type(target.model).__name__} has no weights {where!r} that a smaller copy "
                 "needs: give a draft_model or a draft_hidden_size"
             )
-        taken[name] = weights[where]
+        taken[name] = weights[where].to("meta") if model.device.type == "meta" else weights[where]
     try:
         model.load_state_dict(taken)
     except RuntimeError as error:  # such as one table with columns for each layer
@@ -111,7 +119,6 @@ def _pruned(target: TargetModel, chosen: list[int]) -> PreTrainedModel:
             f"the weights of {type(target.model).__name__} do not fit a smaller copy: give a "
             "draft_model"
         ) from error
-    return model
 
 
 def _smaller(

@@ -120,6 +120,22 @@ def test_layers_that_cannot_stand_alone_are_refused(
         begin_draft(gemma4(**settings), num_layers=layers)
 
 
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_shape_is_refused_as_the_draft_would_be(device: str) -> None:
+    with torch.device(device):
+        config = tiny_config("qwen3_moe")
+        config.num_hidden_layers, config.mlp_only_layers = 4, [1]  # no list with an entry a layer
+        target = TargetModel(AutoModelForCausalLM.from_config(config))
+    for begin in (begin_draft, draft_shape)[device == "meta" :]:
+        with pytest.raises(ValueError, match=r"has no weights 'model\.layers\.3\.mlp\..* needs"):
+            begin(target, num_layers=2)
+    shape = draft_shape(target, num_layers=4)
+    assert shape.num_parameters() == target.model.num_parameters() and shape.device.type == "meta"
+    with pytest.raises(ValueError, match="layers of a quantised target cannot be trained"):
+        draft_shape(target, num_layers=4, quantised=True)
+    assert draft_shape(target, hidden_size=config.hidden_size, quantised=True).device.type == "meta"
+
+
 def test_a_fresh_draft_has_the_width_asked_for(target: TargetModel) -> None:
     draft = begin_draft(target, num_layers=1, hidden_size=8)
     assert draft.config.hidden_size == 8 and draft.config.num_attention_heads == 1
