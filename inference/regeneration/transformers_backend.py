@@ -52,6 +52,12 @@ class TargetBackend(Backend):
     def __init__(self, target: TargetModel, *, batch_size: int = 128) -> None:
         if batch_size < 1:
             raise ValueError(f"expected a batch_size of at least 1, got {batch_size}")
+        for name in ("num_beams", "prompt_lookup_num_tokens"):  # no draw from the target, by rows
+            if (given := getattr(target.model.generation_config, name, None)) not in (None, 1):
+                raise ValueError(
+                    f"the target's generation_config asks for {name}={given}, and its answers are "
+                    "greedy or sampled: leave that out of it"
+                )
         self.target = target
         self.batch_size = batch_size
         self.max_positions = target.max_positions

@@ -110,6 +110,16 @@ def test_a_token_for_padding_that_the_target_does_not_have_is_not_used(
     assert made[0].to_dict() == made[1].to_dict()
 
 
+@pytest.mark.parametrize("name", ["num_beams", "prompt_lookup_num_tokens"])
+def test_another_way_to_decode_that_a_target_asks_for_is_refused(
+    name: str, tiny_llama: Callable[..., LlamaForCausalLM], prompts: Dataset, tmp_path: Path
+) -> None:
+    model: Any = tiny_llama()
+    setattr(model.generation_config, name, 2)
+    with pytest.raises(ValueError, match=f"generation_config asks for {name}=2"):
+        run(TargetModel(model), prompts, tmp_path)
+
+
 def test_text_ends_with_the_end_token(
     tiny_llama: Callable[..., LlamaForCausalLM], prompts: Dataset, tmp_path: Path
 ) -> None:
