@@ -183,8 +183,7 @@ def _check_devices(device_map: Mapping[str, Any]) -> None:
 
 
 def _check_modules(device_map: Mapping[str, Any], name: str, kwargs: Mapping[str, Any]) -> None:
-    """Raises ValueError: it names a part that a causal LM does not have. transformers passes over
-    such names, and what they should have placed lies elsewhere."""
+    """Raises ValueError: it names what a causal LM does not have, and transformers passes over."""
     from transformers import AutoConfig
 
     trusted = {"trust_remote_code": kwargs["trust_remote_code"]}
@@ -193,7 +192,7 @@ def _check_modules(device_map: Mapping[str, Any], name: str, kwargs: Mapping[str
     except (OSError, ValueError):
         return  # an adapter's folder has none of its own; of all others loading says what is amiss
     with torch.device("meta"):
-        model: Any = _loader(name, kwargs).from_config(config, **trusted)
+        model: Any = loader_of(config).from_config(config, **trusted)
     named = model.named_modules, model.named_parameters, model.named_buffers
     known = {part for of in named for part, _ in of()}
     if unknown := [part for part in device_map if part not in known]:
