@@ -92,7 +92,13 @@ class RowLayer(DynamicLayer):
         return [self._stacks.buffer(member)[:, :, : self.length] for member in self.members()]
 
     def crop(self, tokens_to_remove: int) -> None:
-        self.set_length(self.length - abs(tokens_to_remove))
+        # Versions of transformers differ in what more than 0 means, and whether it may be.
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop() takes how many tokens to remove, as a negative number, got "
+                f"{tokens_to_remove}: to keep so many, crop({tokens_to_remove} - get_seq_length())"
+            )
+        self.set_length(max(self.length + tokens_to_remove, 0))
 
     def reset(self) -> None:
         self.set_length(0)

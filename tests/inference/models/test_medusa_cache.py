@@ -32,6 +32,24 @@ def test_return_dict_and_continuing_from_its_cache(medusa: MedusaModel) -> None:
     assert torch.equal(second, whole)  # type: ignore[arg-type]
 
 
+def test_a_returned_cache_is_cropped_as_transformers_own(medusa: MedusaModel) -> None:
+    options: Any = {"do_sample": False, "return_dict_in_generate": True}
+    out: Any = medusa.generate(**INPUTS, max_new_tokens=20, **options)
+    cache, length = out.past_key_values, out.sequences.shape[1] - 1
+    # Earlier versions took a positive number for the length that is left, later ones refuse it.
+    with pytest.raises(ValueError, match="crop"):
+        cache.crop(4)
+    assert cache.get_seq_length() == length
+    cache.crop(5 - length)
+    assert cache.get_seq_length() == 5
+    other = torch.cat([out.sequences[:, :5], out.sequences[:, :4]], dim=1)
+    expected = medusa.target.model.generate(other, max_new_tokens=9, do_sample=False)  # type: ignore[operator]
+    got = medusa.generate(other, past_key_values=cache, max_new_tokens=9, do_sample=False)
+    assert torch.equal(got, expected)  # type: ignore[arg-type]
+    cache.crop(-99)  # more than there are
+    assert cache.get_seq_length() == 0
+
+
 def test_a_prompt_that_is_read_in_parts_is_not_compiled(tiny_llama: TinyLlama) -> None:
     """As transformers would do on a GPU, and with this setting does anywhere."""
     graphs: list[Any] = []
