@@ -35,6 +35,7 @@ from medusa_heads.training.runs.record import RUN_FILE
 logger = logging.getLogger(__name__)
 
 _GIVEN = ("initial_lr", "weight_decay", "betas", "eps")  # of an optimiser's groups: no state
+_OF_AN_EPOCH = 1e-6  # less than a step's share of any
 _PARTS = ("*model*", "optimizer*", "scheduler.pt", "rng_state*")  # under any kind of parallelism
 
 
@@ -54,7 +55,9 @@ def finished_state(checkpoint: str, args: TrainingArguments) -> TrainerState | N
     if not any(0 < steps <= state.global_step for steps in (state.max_steps, args.max_steps)):
         return None
     more = args.max_steps > 0 and args.max_steps > state.global_step
-    again = args.max_steps <= 0 and args.num_train_epochs > state.num_train_epochs
+    # By the text that was read: the state's own number of epochs is rounded up.
+    unread = args.num_train_epochs - (state.epoch or 0.0)
+    again = args.max_steps <= 0 and unread > _OF_AN_EPOCH
     return None if more or again else state
 
 

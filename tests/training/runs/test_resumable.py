@@ -113,11 +113,11 @@ def test_a_finished_run_that_is_resumed_takes_no_further_step(
 
 
 def test_a_finished_run_that_is_asked_for_more_goes_on(
-    run: Callable[..., DraftHeads], tmp_path: Path
+    run: Callable[..., DraftHeads], make_rows: Rows, tmp_path: Path
 ) -> None:
-    run()
-    run(steps=10, resume_from_checkpoint="last")
-    assert checkpoints(tmp_path / "run")[0].name == "checkpoint-10"
+    for steps, end in ((6, 6), (-1, 10), (12, 12)):  # -1: both passes, of five steps each
+        run(rows=make_rows(36), steps=steps, resume_from_checkpoint="auto")
+        assert checkpoints(tmp_path / "run")[0].name == f"checkpoint-{end}"
 
 
 def test_a_checkpoint_that_lacks_any_part_is_not_whole(
