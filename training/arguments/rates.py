@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
-from transformers import TrainingArguments
+from transformers import SchedulerType, TrainingArguments
 
 from medusa_heads.heads import DecoderHeads, DraftHeads
 from medusa_heads.heads.correction import Correction
@@ -44,6 +44,15 @@ def fit_rate(args: TrainingArguments, width: int, share: float = 1.0) -> None:
     """Lower a default rate for a model wider than TUNED_WIDTH, and to a share for other reasons."""
     if by_width(args):
         args.learning_rate *= min(1.0, TUNED_WIDTH / width) * share
+
+
+def fit_schedule(args: TrainingArguments) -> None:
+    """Let a schedule that goes by what is measured know which way is better, unless it is told: by
+    itself it takes less for better, and would lower the rate of a run that commits more and more
+    tokens per step."""
+    if SchedulerType(args.lr_scheduler_type).value in ("reduce_lr_on_plateau", "greedy"):
+        mode = "max" if args.greater_is_better else "min"
+        args.lr_scheduler_kwargs = {"mode": mode, **dict(args.lr_scheduler_kwargs or {})}
 
 
 def rate_shares(heads: DraftHeads) -> dict[str, float]:

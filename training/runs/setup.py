@@ -30,6 +30,7 @@ from medusa_heads.target.recurrent import is_recurrent
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.batch import check_filled
 from medusa_heads.training.arguments.data import DataArguments
+from medusa_heads.training.arguments.rates import fit_schedule
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.arguments.training import use_one_gpu
 from medusa_heads.training.arguments.usable import check_usable
@@ -93,6 +94,7 @@ class Run:
         self.output = expanded(output_dir)
         self.args = copy.copy(args)
         self.args.output_dir = str(self.output)
+        fit_schedule(self.args)
         use_one_gpu(self.args)  # by which batches are counted, also of states that are cached
         self._overwrite = overwrite = overwrite_output_dir
         target = os.fspath(target) if isinstance(target, os.PathLike) else target

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
 from transformers import SchedulerType
 
@@ -291,5 +292,7 @@ def test_a_checkpoint_goes_on_in_no_schedule_of_another_form(
         )
 
     go("first", "reduce_lr_on_plateau")
+    kept = torch.load(tmp_path / "first" / "checkpoint-1" / "scheduler.pt")
+    assert kept["mode"] == "max", "more tokens per step are better"
     with pytest.raises(ValueError, match="it was made with another lr_scheduler_type"):
         go("then", "cosine", str(tmp_path / "first" / "checkpoint-1"))
