@@ -51,8 +51,8 @@ def fit_schedule(args: TrainingArguments) -> None:
     itself it takes less for better, and would lower the rate of a run that commits more and more
     tokens per step."""
     if SchedulerType(args.lr_scheduler_type).value in ("reduce_lr_on_plateau", "greedy"):
-        mode = "max" if args.greater_is_better else "min"
-        args.lr_scheduler_kwargs = {"mode": mode, **dict(args.lr_scheduler_kwargs or {})}
+        told: Any = args.lr_scheduler_kwargs or {}
+        args.lr_scheduler_kwargs = {"mode": "max" if args.greater_is_better else "min", **told}
 
 
 def rate_shares(heads: DraftHeads) -> dict[str, float]:
