@@ -16,6 +16,7 @@ from typing import Any
 
 from medusa_heads.data.chat import ask_ids
 from medusa_heads.data.encoding import prompt_ids
+from medusa_heads.data.prompts import stop_ids
 from medusa_heads.inference.endpoint.conversation import Calls, answers_of, told_of, tools_told
 from medusa_heads.inference.endpoint.logprobs import MOST
 from medusa_heads.inference.endpoint.text import Text
@@ -83,6 +84,7 @@ class Reader:
         self._most_texts = most_texts
         self._longest = target.max_positions if longest is None else longest
         own = target.model.generation_config.stop_strings or []
+        self._ends = frozenset(stop_ids(target.model))
         self._stops = [own] if isinstance(own, str) else list(own)
         added = getattr(tokenizer, "added_tokens_decoder", {}).items()
         self._special = {entry.content: id for id, entry in added if entry.special}
@@ -150,6 +152,7 @@ class Reader:
                 logprobs,
                 echo,
                 self._calls(tools),
+                self._ends,
             )
             for prompt in prompts
             for choice in range(choices)

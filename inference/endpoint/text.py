@@ -31,6 +31,9 @@ class Text:
     echo: bool = False  # whether the prompt is told before it
     # Finds calls of tools in it, which is told at its end then; None: there are none.
     calls: Calls | None = None
+    # Tokens that end it by themselves. No text is made of them either: a tokenizer may take such a
+    # one for a word.
+    ends: Collection[int] = ()
     # Called by the thread that writes, with each piece of the text, and at the end with "" and how
     # it ended.
     tell: Callable[[str, Ending | None], None] = lambda piece, ending: None
@@ -91,7 +94,7 @@ class Text:
         self.tokens += 1
         if self.calls is not None:
             self._written.append(int(token))
-        if self.stop_ids and token.item() in self.stop_ids:
+        if token.item() in self.stop_ids or token.item() in self.ends:
             self._name(int(token), "")
             self.flush()
             self.stopped = True
@@ -104,7 +107,7 @@ class Text:
 
     def end_step(self) -> None:
         """All tokens of a step are there."""
-        if not self._by_token:
+        if not self._by_token and not self.stopped:
             self._send(self._pieces.next())
 
     def flush(self) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from medusa_heads.inference.endpoint.server import Server
 from medusa_heads.inference.endpoint.text import Text
+from tests.inference.endpoint.asking import ask
 
 STEPS = st.lists(st.lists(st.integers(0, 255), min_size=1, max_size=4), max_size=12)
 
@@ -120,3 +124,27 @@ def test_one_that_never_began_can_end() -> None:
     told: list[str | None] = []
     Text([1], 9, tell=lambda _, ending: told.append(ending)).end("cancelled")
     assert told == ["cancelled"]
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": 0}, {"stop": "zz"}])
+def test_the_end_token_is_no_text_where_the_tokenizer_takes_it_for_a_word(
+    more: dict[str, Any], endless: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As tokenizers of fine-tuned models take `<|im_end|>`."""
+    ids_1T = tokenizer("abc", return_tensors="pt", return_token_type_ids=False)
+    text_1T = endless.generate(**ids_1T, max_new_tokens=20, do_sample=False)
+    end = text_1T[0, -1].item()
+    before = text_1T[0, 3:].tolist()
+    before = before[: before.index(end)]
+    monkeypatch.setattr(endless.target.model.generation_config, "eos_token_id", end)
+    with Server(endless, tokenizer, port=0) as server:
+        body = {"prompt": "abc", "max_tokens": 30, "temperature": 0, **more}
+        _, answer = ask(server, "/v1/completions", body)
+        said = ask(server, "/v1/completions", body | {"stream": True})[1]
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (tokenizer.decode(before), "stop")
+    pieces = [json.loads(line)["choices"][0] for line in said.split("data: ")[1:-1]]
+    assert "".join(piece["text"] for piece in pieces) == choice["text"]
+    assert answer["usage"]["completion_tokens"] == len(before) + 1
+    if "logprobs" in more:
+        assert choice["logprobs"]["tokens"][-1] == tokenizer.decode([end])
