@@ -82,10 +82,11 @@ class Conversation:
         if not answer:
             return finished  # stopped before a word: as if nothing had been said
         self.prompt_tokens = len(ids)
-        # A running text goes on behind the token that ended an answer.
+        # The token that ended it is no part of an answer, though a tokenizer may call it a word.
         ended = answer[-1] in stop_ids(self.model.target.model)
-        self._text_ids = ids + answer[: len(answer) - ended]
-        content = as_written(self._tokenizer, skip_special_tokens=True)(answer)
+        said = answer[: len(answer) - ended]
+        self._text_ids = ids + said
+        content = as_written(self._tokenizer, skip_special_tokens=True)(said)
         self.messages = [*messages, {"role": "assistant", "content": content}]
         return finished
 

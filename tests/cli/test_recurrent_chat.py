@@ -1,4 +1,5 @@
-"""A conversation with a target whose state cannot go back to where a text begins to differ."""
+"""Conversations with targets whose state cannot go back to where a text begins to differ, and with
+those whose tokenizer takes the end of an answer for a word."""
 
 from __future__ import annotations
 
@@ -6,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel
+from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TrainingFreeModel
 from medusa_heads.cli.conversation import Conversation
 from medusa_heads.cli.streaming import StepStreamer
+from tests.conftest import TinyLlama
 from tests.inference.recurrent import tiny_target
-from tests.inference.speaking import FORGETFUL, TEMPLATE, make_tokenizer
+from tests.inference.speaking import FORGETFUL, TEMPLATE, make_speaker, make_tokenizer
 
 
 @pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
@@ -41,3 +43,19 @@ def test_a_state_serves_the_next_turn_where_that_goes_on_from_it(
         assert (conversation.cached_tokens > 0) is (keeps and not forgets)
         said.append(conversation.messages)
     assert said[0] == said[1]
+
+
+def test_the_end_token_is_no_part_of_what_was_said(tiny_llama: TinyLlama) -> None:
+    """As tokenizers of fine-tuned models take `<|im_end|>`: a template writes it itself."""
+    tokenizer = make_tokenizer()
+    target = make_speaker(tiny_llama, tokenizer)
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+
+    def answer() -> str:
+        conversation = Conversation(TrainingFreeModel(target, "recycling"), tokenizer)
+        conversation.ask("hello", StepStreamer(tokenizer, skip_prompt=True), options)
+        return conversation.messages[-1]["content"]
+
+    whole = answer()
+    target.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(whole[-1])
+    assert answer() == whole.partition(whole[-1])[0]
