@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import cycle
-from threading import Lock
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from medusa_heads.target.attention import reads_tree
 
 _SCAN, _ONE_TOKEN = "mamba_selective_scan", "mamba_selective_state_update"
 
@@ -97,51 +98,45 @@ def _going_on(scan: Callable[..., Any], read_one: Callable[..., Tensor]) -> Call
     return go_on
 
 
-class _Unlimited:
-    """The layers of one model whose time steps transformers limits, and what their limits were."""
+_LIMIT = "time_step_limit"
+_ONE_BY_ONE = ContextVar("one_by_one", default=False)  # whether a thread reads without limits
 
-    # Looked for once: a large model has thousands of modules, and a step little time.
-    _known: ClassVar[weakref.WeakKeyDictionary[nn.Module, _Unlimited]] = weakref.WeakKeyDictionary()
-    lock: ClassVar[Lock] = Lock()  # threads may decode with one model
 
-    def __init__(self, model: nn.Module) -> None:
-        self._modules: list[Any] = [m for m in model.modules() if hasattr(m, "time_step_limit")]
-        self._limits: list[Any] = []
-        self._users = 0
+class _Limit:
+    """In a class of layers, the limits of time steps that each layer has in its dictionary, or none
+    in a thread that does without: others may run the same layers meanwhile."""
 
-    @classmethod
-    def of(cls, model: nn.Module) -> _Unlimited:
-        """What is known of this model."""
-        if model not in cls._known:
-            cls._known[model] = cls(model)
-        return cls._known[model]
+    def __get__(self, layer: Any, _kind: type) -> Any:
+        if layer is None:
+            return self
+        # A compiler reads no ContextVar, and compiles the forwards that verify drafts alone.
+        without = reads_tree() if torch.compiler.is_compiling() else _ONE_BY_ONE.get()
+        if _LIMIT not in vars(layer):
+            raise AttributeError(_LIMIT)
+        return (0.0, float("inf")) if without else vars(layer)[_LIMIT]
 
-    def enter(self) -> None:
-        """One more block has begun; the first takes the limits away."""
-        if not self._users:
-            self._limits = [module.time_step_limit for module in self._modules]
-            for module in self._modules:
-                module.time_step_limit = (0.0, float("inf"))
-        self._users += 1
+    def __set__(self, layer: Any, limit: Any) -> None:
+        vars(layer)[_LIMIT] = limit
 
-    def leave(self) -> None:
-        """One block fewer; the last puts the limits back."""
-        self._users -= 1
-        if not self._users:
-            for module, limit in zip(self._modules, self._limits, strict=True):
-                module.time_step_limit = limit
+    def __delete__(self, layer: Any) -> None:
+        del vars(layer)[_LIMIT]
+
+
+# Looked for once: a large model has thousands of modules, and a step little time.
+_limited: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @contextmanager
 def time_steps_of_one_token(model: nn.Module) -> Iterator[None]:
     """Within the block, layers of Mamba 2 take the time steps of several tokens as they take those
     of one: without the limits that transformers sets for several tokens alone, which would make
-    another text of them than one token at a time. Blocks of several threads may overlap."""
-    with _Unlimited.lock:
-        unlimited = _Unlimited.of(model)
-        unlimited.enter()
+    another text of them than one token at a time. Forwards of other threads are left alone."""
+    if model not in _limited:
+        for kind in {type(each) for each in model.modules() if _LIMIT in vars(each)}:
+            setattr(kind, _LIMIT, _Limit())
+        _limited.add(model)
+    token = _ONE_BY_ONE.set(True)
     try:
         yield
     finally:
-        with _Unlimited.lock:
-            unlimited.leave()
+        _ONE_BY_ONE.reset(token)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache
 
 from medusa_heads.target.cache import RowCache
@@ -91,19 +93,16 @@ def test_limits_of_time_steps_are_back_behind_the_block() -> None:
     assert [module.time_step_limit for module in limited] == before
 
 
-def test_limits_of_time_steps_are_back_behind_the_last_of_blocks_that_overlap() -> None:
-    """As the blocks of two threads do, of which each has read the limits at another time."""
-    model, layer = nn.Module(), nn.Module()
-    limit = (0.001, 0.1)
-    model.layer = layer
-    layer.time_step_limit = limit  # type: ignore[assignment]
-    first, second = time_steps_of_one_token(model), time_steps_of_one_token(model)
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert layer.time_step_limit == (0.0, float("inf"))
-    second.__exit__(None, None, None)
-    assert layer.time_step_limit == limit
+def test_limits_of_time_steps_are_those_of_each_thread() -> None:
+    """While drafts are verified, another thread may read a prompt, of another text or by the
+    model's own generate()."""
+    view = target("nemotron_h")
+    limited: list[Any] = [m for m in view.model.modules() if hasattr(m, "time_step_limit")]
+    layer, limit = limited[0], limited[0].time_step_limit
+    with ThreadPoolExecutor(1) as other, time_steps_of_one_token(view.model):
+        assert layer.time_step_limit == (0.0, float("inf"))
+        assert other.submit(lambda: layer.time_step_limit).result() == limit
+        assert copy.deepcopy(layer).__dict__["time_step_limit"] == limit
 
 
 @pytest.mark.parametrize("kind", with_slow(KINDS[1::2], KINDS[::2]))
