@@ -42,6 +42,7 @@ from medusa_heads.training.hidden.sharding import (
     in_all,
     is_sharded,
     load_to_spread,
+    several_processes,
     shard_target,
 )
 from medusa_heads.training.hidden.tensor_parallel import PartedTarget
@@ -237,7 +238,8 @@ def as_target(
     if isinstance(target, str) and sharding is not None:
         target = load_to_spread(TargetArguments(target), sharding)
     elif isinstance(target, str):
-        target = TargetModel.from_pretrained(target, device=device, use="batch")
+        alone = not several_processes()  # each of several would measure for itself
+        target = TargetModel.from_pretrained(target, device=device, use="batch" if alone else None)
     elif not isinstance(target, TargetModel):
         target = TargetModel(target)
     target.freeze()

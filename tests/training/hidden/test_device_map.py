@@ -10,11 +10,13 @@ import torch
 from transformers import TrainingArguments
 
 from medusa_heads.config import HeadsConfig
+from medusa_heads.machine.choice import Choice
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.hidden.device_map import load_placed
 from medusa_heads.training.hidden.layout import INDEX_FILE, Index
+from medusa_heads.training.runs import setup
 from medusa_heads.training.runs.heads import train_heads
 from medusa_heads.training.runs.setup import as_target
 from tests.conftest import TinyLlama
@@ -45,6 +47,21 @@ def test_a_target_on_another_gpu_comes_to_that_of_the_run(
     monkeypatch.setattr(target.model, "hf_device_map", {"": 0}, raising=False)
     as_target(target, torch.device("cuda:1"))
     assert len(moved) == 1
+
+
+def test_each_of_several_processes_has_the_dtype_in_which_a_target_is_stored(
+    tiny_llama: TinyLlama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would measure for itself what is fastest, on machines of two kinds with two outcomes."""
+    tiny_llama().to(torch.bfloat16).save_pretrained(tmp_path)
+
+    def choose(use: str, device: torch.device, **_: Any) -> Choice:
+        return Choice(device, torch.float32, 1, "as this one measured")
+
+    monkeypatch.setattr("medusa_heads.target.loading.choose", choose)
+    for several, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        monkeypatch.setattr(setup, "several_processes", lambda several=several: several)
+        assert as_target(str(tmp_path), torch.device("cpu")).dtype == dtype
 
 
 def test_weights_that_the_first_forward_unpacks_are_no_changed_ones(tiny_llama: TinyLlama) -> None:
