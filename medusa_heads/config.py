@@ -7,6 +7,7 @@ from the same h_t.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
@@ -68,6 +69,8 @@ class HeadsConfig:
             hidden state (fusion.py), in the order of their weights; None for none.
         raw_embeddings: token embeddings are read as the target has them, as the heads of Hydra's
             authors do, and not brought to unit scale.
+        logit_scale: what the heads' products with their vocabulary matrices are multiplied by, as
+            the target's own are: `train_heads` reads it off the target.
         decoder: of kinds `"block"` and `"eagle3"`, the shape of their layers; None for a usual one
             of the target's width.
         hidden_size: D of the target; filled in by `from_target`.
@@ -132,6 +135,7 @@ class HeadsConfig:
         ),
     )
     raw_embeddings: bool = field(default=False, metadata=NO_FLAG)
+    logit_scale: float = field(default=1.0, metadata=NO_FLAG)
     decoder: LayerShape | None = field(default=None, metadata=NO_FLAG)
     hidden_size: int | None = field(default=None, metadata=NO_FLAG)
     vocab_size: int | None = field(default=None, metadata=NO_FLAG)
@@ -141,6 +145,8 @@ class HeadsConfig:
         given = [name for name in optional if getattr(self, name) is not None]
         sizes(self, "num_heads", "num_layers", *given)
         switches(self, "prefix_attention", "linear_shortcut", "raw_embeddings")
+        if type(self.logit_scale) not in (int, float) or not 0 < self.logit_scale < math.inf:
+            raise ValueError(f"logit_scale must be a number above 0, got {self.logit_scale!r}")
         if self.features is not None:
             object.__setattr__(self, "features", _layers(self.features))
         one_of(self, "kind", get_args(HeadsKind))
@@ -200,12 +206,14 @@ class HeadsConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they are written to a checkpoint. Versions that know of no correction,
-        no features, no decoder and no linear shortcut still read heads that have none."""
+        no features, no decoder, no linear shortcut and no scale still read heads that have none."""
         values = asdict(self) | {"features": self.features and list(self.features)}
         values["decoder"] = self.decoder and self.decoder.to_dict()
         later = ("correction_rank", "features", "decoder")
         if not self.linear_shortcut:
             del values["linear_shortcut"]
+        if self.logit_scale == 1:
+            del values["logit_scale"]
         return {k: v for k, v in values.items() if k not in later or v is not None}
 
     @property

@@ -19,7 +19,7 @@ from medusa_heads.heads.correction import LIKELY, AfterPaths, Correction
 from medusa_heads.heads.fusion import Fusion
 from medusa_heads.heads.near import NearLinear
 from medusa_heads.heads.prefix import PrefixLayer
-from medusa_heads.heads.vocabulary import HasVocabulary, embeddings, vocabulary
+from medusa_heads.heads.vocabulary import HasVocabulary, embeddings, scaled, vocabulary
 
 if TYPE_CHECKING:  # it makes views of these heads
     from medusa_heads.heads.preview import VocabularyPreview
@@ -134,7 +134,8 @@ class DraftHeads(nn.Module, ABC):
                 with torch.no_grad():
                     out.weight.copy_(heads._drafted(weight_VD))
                 if bias_V is not None:
-                    out.bias = nn.Parameter(heads._drafted(bias_V).to(out.weight.dtype, copy=True))
+                    own_V = scaled(heads._drafted(bias_V), config.logit_scale)
+                    out.bias = nn.Parameter(own_V.to(out.weight.dtype, copy=True))
         return heads
 
     def _choose(self, draft_tokens: Tensor | None) -> None:
@@ -163,13 +164,13 @@ class DraftHeads(nn.Module, ABC):
             ValueError: the target's sizes or embeddings are not those that the heads need.
         """
         weight_VD, bias_V = vocabulary(target)
-        vocab_size, hidden_size = weight_VD.shape
-        self.config = self.config.for_target(hidden_size, vocab_size)
+        self.config = self.config.for_target(*reversed(weight_VD.shape))
         if self.config.vocab_matrix == "shared":
-            shared_V = None if bias_V is None else self._drafted(bias_V)
-            self._shared = (self._drafted(weight_VD), shared_V)
+            if bias_V is not None:
+                bias_V = scaled(self._drafted(bias_V), self.config.logit_scale)
+            self._shared = (self._drafted(weight_VD), bias_V)
         if self.reads_drafts or self.prefix is not None:
-            self._embeddings_VD = every_VD = embeddings(target, hidden_size)
+            self._embeddings_VD = every_VD = embeddings(target, weight_VD.shape[1])
             if not self.config.raw_embeddings:
                 precise = torch.promote_types(every_VD.dtype, torch.float32)
                 norm = torch.linalg.vector_norm(every_VD, dtype=precise).clamp_min(1e-6)
@@ -213,9 +214,9 @@ class DraftHeads(nn.Module, ABC):
 
     @abstractmethod
     def features(self, hidden_RD: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
-        """Outputs of the residual blocks, before the vocabulary: (..., D) -> (..., K, D), of h_t as
-        `encode` left it. `tokens[..., j]` is token t + 1 + j; a sequential head i sees those up to
-        j = i."""
+        """What the vocabulary matrices read, `logit_scale` times what the residual blocks put out:
+        (..., D) -> (..., K, D), of h_t as `encode` left it. `tokens[..., j]` is token t + 1 + j; a
+        sequential head i sees those up to j = i."""
 
     def forward(self, hidden_RD: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
         """Logits of every head over its own vocabulary: (..., D) -> (..., K, V).

@@ -16,7 +16,7 @@ from medusa_heads.config import HeadsConfig
 from medusa_heads.decoder_shape import LayerShape
 from medusa_heads.errors import first_line
 from medusa_heads.heads.base import DraftHeads
-from medusa_heads.heads.vocabulary import HasVocabulary
+from medusa_heads.heads.vocabulary import HasVocabulary, scaled
 
 
 class DecoderHeads(DraftHeads):
@@ -71,7 +71,8 @@ class DecoderHeads(DraftHeads):
 
     def features(self, hidden_RE: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
         """See DraftHeads: what `encode` has made of each head."""
-        return hidden_RE.unflatten(-1, (self.config.num_heads, -1))
+        every_RKD = hidden_RE.unflatten(-1, (self.config.num_heads, -1))
+        return scaled(every_RKD, self.config.logit_scale)
 
 
 class RotaryLayers(nn.Module):

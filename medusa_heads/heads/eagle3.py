@@ -29,6 +29,7 @@ from medusa_heads.decoder_shape import DecoderShape
 from medusa_heads.heads.base import After
 from medusa_heads.heads.chains import Chains
 from medusa_heads.heads.decoder import DecoderHeads, RotaryLayers, settings_of
+from medusa_heads.heads.vocabulary import scaled
 
 
 class Eagle3Layer(RotaryLayers):
@@ -261,4 +262,5 @@ class Branches:
             self._out_BFD = heads.read(
                 out_BFD, paths_BFJ[:, :, -1], positions_BF, self._sees_BFS, self._cache
             )
-        return heads.project(0, heads.decoder.normed(self._out_BFD)), None
+        normed_BFD = heads.decoder.normed(self._out_BFD)
+        return heads.project(0, scaled(normed_BFD, heads.config.logit_scale)), None

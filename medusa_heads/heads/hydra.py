@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from medusa_heads.heads.base import After, DraftHeads, product_dtype
 from medusa_heads.heads.medusa import ResBlock, WideBlock
+from medusa_heads.heads.vocabulary import scaled
 
 
 class HydraHeads(DraftHeads):
@@ -49,7 +50,7 @@ class HydraHeads(DraftHeads):
         x = x.to(product_dtype(next(self.parameters())))
         for block in islice(sequence, self.config.num_layers):
             x = block(x)
-        return x
+        return scaled(x, self.config.logit_scale)
 
     def after_paths(self, hidden_BD: Tensor, likely: int | None = None) -> After:
         """See DraftHeads. Each path has its own likely tokens, and so all are corrected."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads.base import DraftHeads, product_dtype
+from medusa_heads.heads.vocabulary import scaled
 
 
 class ResBlock(nn.Module):
@@ -90,14 +91,14 @@ class MedusaHeads(DraftHeads):
                 if made_KRW.shape[-1] > x_KRD.shape[-1]:
                     made_KRW, x_KRD = made_KRW.chunk(2, dim=-1)
                 x_KRD = x_KRD + F.silu(made_KRW)
-            return x_KRD.transpose(0, 1)
+            return scaled(x_KRD.transpose(0, 1), self.config.logit_scale)
         features = []
         for i, head in enumerate(self.heads()):
             x_RD = inputs_RKD[..., i, :]
             for block in islice(head, self.config.num_blocks):
                 x_RD = block(x_RD)
             features.append(x_RD)
-        return torch.stack(features, dim=-2)
+        return scaled(torch.stack(features, dim=-2), self.config.logit_scale)
 
     def _inputs(self, hidden_RD: Tensor) -> Tensor:
         """What each head's blocks read: (..., D) -> (..., K, D)."""

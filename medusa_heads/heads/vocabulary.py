@@ -10,6 +10,10 @@ from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor
 
+# Under these names configurations say what a target's logits are multiplied by (Cohere, Falcon-H1;
+# Granite): factors and divisors with their powers.
+_FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "output_multiplier": 1, "logits_scaling": -1}
+
 
 class HasVocabulary(Protocol):
     """What heads need of a target: a TargetModel, or any transformers causal LM."""
@@ -31,6 +35,19 @@ def vocabulary(target: HasVocabulary) -> tuple[Tensor, Tensor | None]:
         )
     bias_V = getattr(lm_head, "bias", None)
     return weight_VD.detach(), None if bias_V is None else bias_V.detach()
+
+
+def logit_scale(config: Any) -> float:
+    """What a target multiplies its lm_head's products by, as its configuration says."""
+    scale = 1.0
+    for name, power in _FACTORS.items():
+        scale *= float(getattr(config, name, None) or 1) ** power
+    return scale
+
+
+def scaled(x: Tensor, scale: float) -> Tensor:
+    """The same tensor where the scale is 1, as of most targets."""
+    return x if scale == 1 else x * scale
 
 
 def is_plain(weight: object) -> TypeGuard[Tensor]:

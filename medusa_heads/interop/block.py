@@ -73,6 +73,9 @@ def written(
     tensors = {
         _theirs(name): tensor for name, tensor in stored.tensors.items() if name != DRAFT_TOKENS
     }
+    if (after := _CORRECTION["correction.after.weight"]) in tensors:
+        # Engines add it to products that are not scaled: the likeliest token is the same.
+        tensors[after] = tensors[after] / config.logit_scale
     said: dict[str, Any] = {
         "block_size": config.num_heads + (not shape.sample_from_anchor),
         "aux_hidden_state_layer_ids": [layer + 1 for layer in config.features],

@@ -13,13 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from medusa_heads.heads.vocabulary import vocabulary
+from medusa_heads.heads.vocabulary import logit_scale, vocabulary
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
 
-# Under these names configurations say what follows the lm_head (Cohere, Falcon-H1; Granite; Gemma):
-# factors and divisors with their powers, and caps.
-_FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "output_multiplier": 1, "logits_scaling": -1}
+# Under these names configurations say what caps the logits (Gemma).
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
@@ -39,9 +37,7 @@ class Teacher:
     def from_target(cls, target: TargetModel) -> Teacher:
         """Read the lm_head and what follows it off the target, and check both by a short forward.
         Raises ValueError: the target makes its logits in another way."""
-        scale, cap = 1.0, None
-        for name, power in _FACTORS.items():
-            scale *= float(getattr(target.config, name, None) or 1) ** power
+        scale, cap = logit_scale(target.config), None
         for name in _CAPS:
             cap = float(getattr(target.config, name, None) or 0) or cap
         teacher = cls(*vocabulary(target), scale, cap)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import DraftHeads, MedusaHeads
+from medusa_heads.heads.vocabulary import scaled
 from medusa_heads.target.target import TargetModel
 
 _EVERY, _SELDOM, _OFTEN_UNTIL = 10, 50, 100  # steps
@@ -33,6 +34,7 @@ class FreshHeads(MedusaHeads):
                 draft_vocab_size=config.draft_vocab_size,
                 hidden_size=config.hidden_size,
                 vocab_size=config.vocab_size,
+                logit_scale=config.logit_scale,
             )
         )
         fresh.draft_tokens = heads.draft_tokens
@@ -50,7 +52,7 @@ class FreshHeads(MedusaHeads):
         return hidden_RX[..., -(self.config.hidden_size or 0) :]
 
     def features(self, hidden_RD: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
-        return self._inputs(hidden_RD)
+        return scaled(self._inputs(hidden_RD), self.config.logit_scale)
 
 
 class Comparison:

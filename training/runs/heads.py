@@ -21,6 +21,7 @@ from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS, check_takes_matri
 from medusa_heads.checkpoint.tensor_file import mapped_tensors
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import DraftHeads, new_heads
+from medusa_heads.heads.vocabulary import logit_scale
 from medusa_heads.training.arguments.batch import fit_batch
 from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.arguments.joint_config import JointConfig
@@ -146,7 +147,8 @@ def train_heads(
         share = fit_batch(run.args, *run.data.rows_and_learnt(), steps_before(run.checkpoint))
     fit_rate(run.args, run.target.hidden_size, share)
     drafted = _drafted(run, config, draft_vocab, whole_matrix=with_vocab_matrix)
-    config = replace(config, draft_vocab_size=drafted.size)
+    scale = logit_scale(run.target.config)
+    config = replace(config, draft_vocab_size=drafted.size, logit_scale=scale)
     heads = new_heads(run.target, config, drafted.tokens_C)
     if with_vocab_matrix:
         check_takes_matrix(heads.config, bias=heads.vocab_matrix(0)[1] is not None)

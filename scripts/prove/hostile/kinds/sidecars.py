@@ -94,6 +94,8 @@ CHANGES: dict[str, Change] = {
     "prefix_attention": _set("heads", "prefix_attention", but=(True,)),
     "linear_shortcut": _set("heads", "linear_shortcut", but=(True,)),
     "raw_embeddings": _set("heads", "raw_embeddings", but=(True,)),
+    "logit_scale": _set("heads", "logit_scale",
+        value=[0, -1.0, "x", [], True, None, float("nan"), float("inf")]),
     "draft_vocab_size": _set("heads", "draft_vocab_size",
         value=[0, -1, 3, 10**8, "x", 2.5, [], True]),
     "correction_rank": _set("heads", "correction_rank",
