@@ -62,7 +62,7 @@ def calls_told(calls: Any) -> list[dict[str, Any]]:
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments)
+                arguments = json.loads(arguments) if arguments.strip() else {}
             except (ValueError, RecursionError) as error:
                 raise ValueError(_NO_CALLS) from error
         if not isinstance(arguments, Mapping):

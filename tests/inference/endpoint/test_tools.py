@@ -84,6 +84,16 @@ def test_the_template_is_told(model: Any) -> None:
     assert rendered(model, made, messages=talk) == "[add]u:xa:<add 4>t:4#c1a:"
 
 
+@pytest.mark.parametrize("nothing", ["", " ", "{}", {}])
+def test_a_call_without_arguments_is_told(model: Any, nothing: Any) -> None:
+    """Some servers and clients write no JSON there, where a function takes nothing."""
+    made = tokenizer_of(None)
+    made.chat_template = TEMPLATE.replace("c.function.arguments.x + 1", "c.function.arguments")
+    called = {**CALLED, "function": {"name": "add", "arguments": nothing}}
+    talk = [USER, {"role": "assistant", "content": None, "tool_calls": [called]}, USER]
+    assert rendered(model, made, messages=talk) == "[add]u:hia:<add {}>u:hia:"
+
+
 def test_an_answer_can_be_sent_back(model: Any) -> None:
     """With its thoughts, which some templates write."""
     answers = {**ANSWERS, "fields": {"reasoning_content": THOUGHTS, **ANSWERS["fields"]}}
