@@ -1,5 +1,6 @@
 """The flags and YAML keys of corpora. Light: nothing here imports torch or transformers."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,3 +97,16 @@ class DataArguments(TextFlags, BadRowFlag):
     def template_kwargs(self) -> dict[str, Any]:
         """`chat_template_kwargs` as a mapping; ValueError where it is none."""
         return mapping(self, "chat_template_kwargs")
+
+
+def corpus_names(given: Any, argument: str) -> list[str]:
+    """Names of corpora as texts. Raises ValueError: `argument` is given something else."""
+    names = list(given) if isinstance(given, list | tuple) else [given]
+    for name in names:
+        if not isinstance(name, str | os.PathLike):
+            raise ValueError(
+                f"{argument} must be the names of corpora, or a dataset, got a "
+                f"{type(name).__name__}: make a dataset of rows in memory with "
+                "datasets.Dataset.from_list"
+            )
+    return [os.fspath(name) for name in names]

@@ -29,7 +29,7 @@ from medusa_heads.target.fingerprint import weights_sums
 from medusa_heads.target.recurrent import is_recurrent
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.batch import check_filled
-from medusa_heads.training.arguments.data import DataArguments
+from medusa_heads.training.arguments.data import DataArguments, corpus_names
 from medusa_heads.training.arguments.rates import fit_schedule
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.arguments.training import use_one_gpu
@@ -53,6 +53,7 @@ from medusa_heads.training.runs.record import (
     changed_arguments,
     check_same_run,
     mean_loss,
+    target_dtype_before,
     write_run,
 )
 from medusa_heads.training.runs.resumable import checkpoints, find_start, lies_in, remove_checkpoint
@@ -103,7 +104,8 @@ class Run:
         self.checkpoint = find_start(self.output, resume_from_checkpoint, name, overwrite=overwrite)
         self.pace = Pace()
         watching = [self.pace, *_watchers(self.args, early_stopping_patience), *callbacks]
-        plain = as_target(target, self.args.device, sharding)
+        before = target_dtype_before(self.checkpoint)  # other numbers would be another target
+        plain = as_target(target, self.args.device, sharding, before)
         self.target = plain.with_features(features)
         self.data = prepare_sets(
             plain, dataset, eval_dataset, data_settings, tokenizer, num_heads, self.args
@@ -232,14 +234,16 @@ def as_target(
     target: str | TargetModel | PreTrainedModel,
     device: torch.device,
     sharding: Sharding | None = None,
+    dtype: str | None = None,
 ) -> TargetModel:
-    """The target, frozen and on the device of the run, or spread over its processes. Raises
-    ValueError: there is no such target, or it cannot be spread."""
+    """The target, frozen and on the device of the run, or spread over its processes; one that is
+    named in a dtype, by default the one that suits. Raises ValueError: there is no such target, or
+    it cannot be spread."""
     if isinstance(target, str) and sharding is not None:
         target = load_to_spread(TargetArguments(target), sharding)
     elif isinstance(target, str):
-        alone = not several_processes()  # each of several would measure for itself
-        target = TargetModel.from_pretrained(target, device=device, use="batch" if alone else None)
+        use: Any = None if several_processes() else "batch"  # each of several would measure it
+        target = TargetModel.from_pretrained(target, device=device, dtype=dtype or "auto", use=use)
     elif not isinstance(target, TargetModel):
         target = TargetModel(target)
     target.freeze()
@@ -273,7 +277,7 @@ def prepare_sets(
             name: value for name, value in given.items() if hasattr(value, "column_names")
         }
         names: dict[str, Any] = {
-            name: _names(value, name)
+            name: corpus_names(value, name)
             for name, value in given.items()
             if name not in in_memory and (name == "dataset" or value is not None)
         }
@@ -286,15 +290,3 @@ def prepare_sets(
         # Batches of rows of unequal lengths cannot be joined by one process and dealt out.
         args.accelerator_config = replace(accelerator_config, dispatch_batches=False)
     return data
-
-
-def _names(given: Any, argument: str) -> list[str]:
-    names = list(given) if isinstance(given, list | tuple) else [given]
-    for name in names:
-        if not isinstance(name, str | os.PathLike):
-            raise ValueError(
-                f"{argument} must be the names of corpora, or a dataset, got a "
-                f"{type(name).__name__}: make a dataset of rows in memory with "
-                "datasets.Dataset.from_list"
-            )
-    return [os.fspath(name) for name in names]

@@ -64,6 +64,29 @@ def test_each_of_several_processes_has_the_dtype_in_which_a_target_is_stored(
         assert as_target(str(tmp_path), torch.device("cpu")).dtype == dtype
 
 
+def test_a_run_goes_on_in_the_dtype_that_its_target_had(
+    tiny_llama: TinyLlama, make_rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where another is faster, as on another machine."""
+    tiny_llama().to(torch.bfloat16).save_pretrained(tmp_path / "target")
+    for steps, fastest in enumerate((torch.float32, torch.bfloat16), start=1):
+
+        def choose(use: str, device: Any, dtype: Any, fastest: Any = fastest, **_: Any) -> Choice:
+            return Choice(device, fastest if dtype == "auto" else getattr(torch, dtype), 1, "")
+
+        monkeypatch.setattr("medusa_heads.target.loading.choose", choose)
+        train_heads(
+            str(tmp_path / "target"),
+            make_rows(8),
+            eval_dataset=make_rows(2),
+            config=HeadsConfig(num_heads=1),
+            output_dir=tmp_path / "run",
+            training_args=TrainingArguments(max_steps=steps, use_cpu=True, save_steps=1),
+            resume_from_checkpoint="auto",
+        )
+    assert (tmp_path / "run" / "checkpoint-2").is_dir()
+
+
 def test_weights_that_the_first_forward_unpacks_are_no_changed_ones(tiny_llama: TinyLlama) -> None:
     """As those of compressed-tensors: a run would end by saying that its target changed."""
     model = tiny_llama()
