@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from functools import partial
@@ -176,8 +176,7 @@ def _generate(
     decode: Decode | None,
 ) -> list[Answer]:
     device = TargetModel(model).device
-    greedy = prompts[0].greedy
-    assert all(prompt.greedy == greedy for prompt in prompts)
+    (greedy,) = {prompt.greedy for prompt in prompts}
     ends, pad = stop_ids(model), pad_id(model)
     input_ids_BT, mask_BT = left_padded([prompt.input_ids for prompt in prompts], pad, device)
     width = input_ids_BT.shape[1]
@@ -198,7 +197,7 @@ def _generate(
             attention_mask=mask_BT,
             max_new_tokens=sampling.max_new_tokens,
             pad_token_id=pad,
-            stopping_criteria=StoppingCriteriaList([_Count(on_tokens)]),
+            stopping_criteria=StoppingCriteriaList([_Count(on_tokens, ends, len(prompts))]),
             use_cache=True,  # which training may have turned off
             **options,
         )
@@ -206,18 +205,21 @@ def _generate(
 
 
 class _Count(StoppingCriteria):
-    """Ends no row, and tells how many tokens were made."""
+    """Ends no row, and tells how many tokens were made: a row that has ended gets padding alone."""
 
-    def __init__(self, on_tokens: OnTokens) -> None:
-        self._on_tokens = on_tokens
+    def __init__(self, on_tokens: OnTokens, ends: Collection[int], rows: int) -> None:
+        self._on_tokens, self._ends = on_tokens, ends
+        self._going = [*range(rows)]  # places of the rows that have not ended
 
     def of_row(self, row: int) -> _Count:
         """What stands for this in a row of a batch: it tells of that row's tokens alone."""
-        return self
+        return _Count(self._on_tokens, self._ends, 1)
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self._on_tokens(len(input_ids))
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        newest = input_ids[:, -1].tolist()
+        self._on_tokens(len(self._going))
+        self._going = [row for row in self._going if newest[row] not in self._ends]
+        return torch.zeros(len(newest), dtype=torch.bool, device=input_ids.device)
 
 
 def _with_own_draws(

@@ -93,6 +93,22 @@ def test_every_backend_gives_the_same_text(
     assert answers(make(target), prompts[::-1]) == expected
 
 
+@pytest.mark.parametrize(
+    "make", [lambda target: TransformersBackend(target, batch_size=7), make_heads]
+)
+def test_padding_behind_an_end_is_not_counted_as_made(
+    make: Callable[[TargetModel], Backend], tiny_llama: TinyLlama
+) -> None:
+    target = TargetModel(tiny_llama())
+    prompts = iter([Prompt(ids, row % 2 == 0, row) for row, ids in enumerate(prompt_ids(12))])
+    target.model.generation_config.eos_token_id = [*range(0, 199, 6)]
+    made: list[int] = []
+    taken = make(target).answer(lambda n: [*islice(prompts, n)], SAMPLING, made.append)
+    # Of an answer that ended at once its end was made.
+    lengths = [len(answer.tokens) or 1 for pairs in taken for _, answer in pairs]
+    assert sum(made) == sum(lengths) and len({*lengths}) > 3
+
+
 def test_equal_prompts_get_unequal_samples_and_equal_greedy_text(target: TargetModel) -> None:
     for share, different in ((0.0, 4), (1.0, 1)):
         prompts = [Prompt([5, 6, 7], is_greedy(row, share), row) for row in range(4)]
