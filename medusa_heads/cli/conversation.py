@@ -38,13 +38,13 @@ class Conversation:
         self.model, self._arguments = model, arguments
         self._tokenizer = tokenizer
         self._system = system
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
         self.reset()
 
     def reset(self) -> None:
         """Forget everything but the system message."""
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
         self._text_ids: list[int] = []  # the running text, where there is no template
         self._cache: RowCache | None = None
         self._cached_ids: list[int] = []

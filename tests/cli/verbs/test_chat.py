@@ -80,6 +80,13 @@ def test_reset_save_and_set(speaker: Path, tmp_path: Path, talk: Talk) -> None:
     assert printed.err.count("error") == 1
 
 
+def test_a_reset_leaves_the_counts_of_the_last_answer(speaker: Path, talk: Talk) -> None:
+    install(speaker, FAITHFUL)
+    told = talk(speaker / "heads", ["hello there", "/stats", "/reset", "/stats"], limit=5).err
+    counts = [line for line in told.splitlines() if line.startswith("prompt: ")]
+    assert counts[0] == counts[1] and not counts[0].startswith("prompt: 0")
+
+
 def test_a_template_is_told_what_the_flag_says(speaker: Path, talk: Talk, refused: Refused) -> None:
     expected = plain_answers(speaker, install(speaker, FAITHFUL + "<x>"), LINES, do_sample=False)
     install(speaker, FAITHFUL + "{{ tail }}")
