@@ -30,7 +30,7 @@ HELP = """\
 /reset             forget the conversation
 /save FILE         write the conversation as JSON
 /set NAME VALUE    change a setting, such as temperature 0.7 (none: as if not given)
-/set               list the settings
+/set, /set NAME    list the settings, or show one
 /help              this list
 /quit              leave, as does Ctrl-D; Ctrl-C stops an answer"""
 
@@ -166,6 +166,9 @@ class Session:
                 f"unknown setting {name!r}; "
                 + (f"did you mean {close[0]!r}?" if close else "/set lists them")
             )
+        if not value:
+            say(f"{name} {getattr(self.arguments, name)}")
+            return
         changed = replace(self.arguments, **{name: read_value(value, hints[name], name)})
         generation_options(changed, self.tokenizer)  # refuses at once, not in the next answer
         if decoder_options(changed) != decoder_options(self.arguments):

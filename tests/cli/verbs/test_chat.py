@@ -87,6 +87,13 @@ def test_a_reset_leaves_the_counts_of_the_last_answer(speaker: Path, talk: Talk)
     assert counts[0] == counts[1] and not counts[0].startswith("prompt: 0")
 
 
+def test_a_setting_without_a_value_is_shown_and_kept(speaker: Path, talk: Talk) -> None:
+    script = ["/set top_k 3", "/set stop", "/set top-k", "/set"]
+    told = talk(speaker / "heads", script, "--stop", "a b").err
+    assert "error" not in told and told.count("\ntop_k 3\n") == 2
+    assert told.count("\nstop ['a b']\n") == 2
+
+
 def test_a_template_is_told_what_the_flag_says(speaker: Path, talk: Talk, refused: Refused) -> None:
     expected = plain_answers(speaker, install(speaker, FAITHFUL + "<x>"), LINES, do_sample=False)
     install(speaker, FAITHFUL + "{{ tail }}")
