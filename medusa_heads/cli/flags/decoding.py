@@ -58,6 +58,7 @@ class DraftingArguments(ModelArguments):
         [],
         "Draft with this language model (a hub id or a folder), or with the fastest of several. "
         "The first argument is then the target itself.",
+        action="extend",
     )
     corpus: str | None = flag(
         None,
@@ -111,7 +112,7 @@ class DecodingArguments(DraftingArguments):
         None, "Divide earlier tokens' logits by this; 1.0: off."
     )
     no_repeat_ngram_size: int | None = flag(None, "Never repeat a sequence of this many tokens.")
-    stop: list[str] = flag([], "Stop behind this string; may be given again.")
+    stop: list[str] = flag([], "Stop behind this string; may be given again.", action="extend")
     seed: int = flag(0, "Seed of sampling.")
     group: bool = flag(False, "Show which tokens came in one step: by colour, or in [brackets].")
     stats: bool = flag(False, "Print counts and times afterwards.")

@@ -7,6 +7,7 @@ from argparse import (
     SUPPRESS,
     Action,
     ArgumentDefaultsHelpFormatter,
+    ArgumentError,
     ArgumentParser,
     Namespace,
 )
@@ -36,7 +37,8 @@ def flags_of(kinds: Sequence[type]) -> list[tuple[str, Any, Field[Any]]]:
                 metadata = {key: told for key, told in part.metadata.items() if key != "flag"}
                 typed = _as_typed(hints[part.name])
                 if any(get_origin(option) is list for option in (typed, *get_args(typed))):
-                    metadata["action"] = _Joined
+                    again = metadata.get("action") == "extend"
+                    metadata["action"] = _Joined if again else _Once
                 made: Field[Any] = field(
                     default=part.default, default_factory=part.default_factory, metadata=metadata
                 )
@@ -88,9 +90,19 @@ def make_parser(
     return parser
 
 
+class _Once(Action):
+    """Takes all values of a flag at once. argparse would drop those that it was given before, and
+    some tools join them: whichever is meant, it is written otherwise."""
+
+    def __call__(self, _: object, namespace: Namespace, values: Any, *__: object) -> None:
+        if getattr(namespace, self.dest) is not self.default:
+            raise ArgumentError(self, "given twice: write all its values behind one")
+        setattr(namespace, self.dest, values)
+
+
 class _Joined(Action):
-    """Values of a flag that is given several times are joined, and replace whatever was the
-    default. argparse's own keep the last ones alone, or the default's beside them."""
+    """Joins the values of a flag that may be given several times. Together they replace whatever
+    was the default, to which argparse would add them."""
 
     def __call__(self, _: object, namespace: Namespace, values: Any, *__: object) -> None:
         before = getattr(namespace, self.dest)

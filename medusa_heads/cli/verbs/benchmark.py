@@ -44,6 +44,7 @@ class BenchmarkArguments(DeviceFlag, RemoteCodeFlag):
         [],
         "Hub id or path of a draft model, for the methods that need one; of several, draft-model "
         "chooses while it decodes, and transformers-assisted takes the first.",
+        action="extend",
     )
     methods: list[str] | None = flag(
         None,

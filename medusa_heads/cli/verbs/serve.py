@@ -37,6 +37,7 @@ class ServeArguments(DraftingArguments):
         [],
         "Web pages that may ask, such as https://page.example, or '*': all; may be given again. "
         "Default: none.",
+        action="extend",
     )
     model_name: str | None = flag(
         None, "Name of the model for clients. Default: the target's hub id or path."

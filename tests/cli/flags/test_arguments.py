@@ -62,12 +62,16 @@ def test_a_flag_beats_the_file_and_the_file_the_default(tmp_path: Path) -> None:
     assert run == Run(1e-4, 3, True, ["x", "y"], '{"deep": 1}')
 
 
-def test_values_of_a_flag_that_is_given_again_are_joined(tmp_path: Path) -> None:
-    """None is dropped; together they beat those of the file, whatever command the flag is of."""
-    again = ("--tags", "a", "b", "--loud", "--tags", "c")
-    assert parse("--name", "n", *again)[1].tags == ["a", "b", "c"]
+def test_a_list_is_given_once(tmp_path: Path) -> None:
+    """Some tools join what is given again, others drop what came before."""
+    with pytest.raises(ValueError, match="--tags: given twice: write all its values behind one"):
+        parse("--name", "n", "--tags", "a", "b", "--loud", "--tags", "c")
     config = ("--config", write(tmp_path, "tags: [x, y]\n"), "--name", "n")
-    assert parse(*config, *again)[1].tags == ["a", "b", "c"]
+    assert parse(*config, "--tags", "c")[1].tags == ["c"]
+
+
+def test_values_of_a_flag_that_may_be_given_again_are_joined(tmp_path: Path) -> None:
+    """Together they beat those of the file."""
     of_file = write(tmp_path, "checkpoint: c\nstop: [x]\ndraft_model: small\n")
     given = ["--config", of_file, "--stop", "a", "--stop", "b"]
     (told,) = parse_arguments((GenerateArguments,), given, prog="tool", description="")

@@ -18,14 +18,14 @@ from tests.training.processes import die_in_step
 
 FOLDER, LAUNCH, NAMES, FLAGS = Path(sys.argv[1]), sys.argv[2], sys.argv[3].split(","), sys.argv[4:]
 OUTPUT = FOLDER / LAUNCH
-CORPUS = ["--dataset", str(FOLDER / "corpus.jsonl"), "--num_prompts", "8"]
+CORPUS = ["--num_prompts", "8", "--num_eval_prompts", "4", "--prompt_length", "6"]
 RUNS = {
     "plain": [],
     "accumulated": ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"],
     "resumed": ["--resume_from_checkpoint", str(OUTPUT / "plain" / "checkpoint-4")],
     "sharded": ["--shard_target"],
     "fitted": ["--linear_shortcut"],
-    "distilled": ["--self_distill", *CORPUS, "--num_eval_prompts", "4", "--prompt_length", "6"],
+    "distilled": ["--self_distill", *CORPUS],
     "stopped": ["--load_best_model_at_end", "--early_stopping_patience", "1", "--save_steps", "1"],
     "joint": ["--joint", "--joint_warmup_steps", "2", "--lora_r", "4"],
     "otherwise": [],
@@ -65,7 +65,10 @@ def run() -> None:
             die_in_step(6)
         before = dict(os.environ)
         os.environ.update(OTHER_FSDP if name == "otherwise" else {})
-        code = main([*FLAGS, "--output_dir", str(OUTPUT / name), *RUNS[name]])
+        flags = FLAGS
+        if name == "distilled":
+            flags = [flag.replace("rows.jsonl", "corpus.jsonl") for flag in FLAGS]
+        code = main([*flags, "--output_dir", str(OUTPUT / name), *RUNS[name]])
         assert code == 0, f"{name}: exit code {code}"
         for changed in OTHER_FSDP:
             os.environ.pop(changed, None)
