@@ -27,7 +27,11 @@ _HANDED_ON = 5.0  # seconds from a SIGTERM to the same one, by way of a launcher
 
 class StopInTime(EarlyStoppingCallback):
     """transformers' early stopping, which a resumed run takes up where it was interrupted, with the
-    patience it is given now; where that had run out, it stops at once, if the best is known."""
+    patience it is given now; where that had run out, it stops at once, if the best is known. An
+    evaluation before the first step (`eval_on_start`) counts for nothing: a run that goes on had
+    it already."""
+
+    _began = -1  # behind which step
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)
@@ -37,6 +41,14 @@ class StopInTime(EarlyStoppingCallback):
         self.early_stopping_patience_counter = count
         if count >= self.early_stopping_patience and state.best_metric is not None:
             control.should_training_stop = True
+        self._began = state.global_step
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any
+    ) -> None:
+        """Count an evaluation without a new best."""
+        if state.global_step > self._began:
+            super().on_evaluate(args, state, control, metrics, **kwargs)
 
 
 class BestSoFar(TrainerCallback):
