@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,6 +197,31 @@ class Prober:
 # short text, whatever an indexer makes of a tree.
 _FEW = {"index_topk": 8, "topk_blocks": 2, "block_topk": 2, "block_size": 4, "compress_ratio": 4}
 _SCALED_ALIKE = 1  # slots whose queries are scaled alike, of some thousand
+# What modules are told in this thread in place of their own numbers, by module and name.
+_NARROWED: ContextVar[dict[tuple[int, str], int] | None] = ContextVar("narrowed", default=None)
+
+
+class _OfThread:
+    """In a class of modules, a number that each module has in its dictionary; another one in the
+    thread that tries a model, while others decode with it. No model is compiled while it is tried,
+    and a compiler reads no ContextVar."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, module: Any, _kind: type) -> Any:
+        if module is None:
+            return self
+        if self._name not in vars(module):
+            raise AttributeError(self._name)
+        others = None if torch.compiler.is_compiling() else _NARROWED.get()
+        return (others or {}).get((id(module), self._name), vars(module)[self._name])
+
+    def __set__(self, module: Any, number: Any) -> None:
+        vars(module)[self._name] = number
+
+    def __delete__(self, module: Any) -> None:
+        del vars(module)[self._name]
 
 
 def indexers(target: TargetModel) -> list[nn.Module]:
@@ -207,24 +233,21 @@ def indexers(target: TargetModel) -> list[nn.Module]:
 @contextmanager
 def few_rows_chosen(target: TargetModel) -> Iterator[None]:
     """Within the block, indexers leave out most of a short text as well, and what scales queries by
-    the slot does so in a short text."""
+    the slot does so in a short text. Forwards of other threads are left alone."""
     scaling = [m for m in target.model.modules() if scales_by_slot(m)]
     settings_of = (indexers(target), _FEW), (scaling, {"floor_scale": _SCALED_ALIKE})
-    few = [
-        (vars(module), {name: min(vars(module)[name], few)})
-        for modules, settings in settings_of
-        for module in modules
-        for name, few in settings.items()
-        if name in vars(module)
-    ]
-    many = [(settings, {name: settings[name] for name in narrow}) for settings, narrow in few]
+    narrowed = dict(_NARROWED.get() or {})
+    for modules, settings in settings_of:
+        for module in modules:
+            for name in vars(module).keys() & settings.keys():
+                if not isinstance(vars(type(module)).get(name), _OfThread):
+                    setattr(type(module), name, _OfThread(name))
+                narrowed[id(module), name] = min(vars(module)[name], settings[name])
+    token = _NARROWED.set(narrowed)
     try:
-        for settings, narrow in few:
-            settings.update(narrow)
         yield
     finally:
-        for settings, wide in many:
-            settings.update(wide)
+        _NARROWED.reset(token)
 
 
 def takes_positions(target: TargetModel) -> bool:

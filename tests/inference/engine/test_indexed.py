@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from threading import Event, Thread, current_thread
 from typing import Any
@@ -15,7 +16,14 @@ from medusa_heads import HeadsConfig, MedusaHeads, MedusaModel, TargetModel
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.bench.speedup import cache_bytes_per_token
 from medusa_heads.inference.engine.capability import capability
-from medusa_heads.inference.engine.probe import Probe, Prober, Trial, few_rows_chosen, indexers
+from medusa_heads.inference.engine.probe import (
+    Probe,
+    Prober,
+    Trial,
+    few_rows_chosen,
+    indexers,
+    text_logits,
+)
 from medusa_heads.target.cache import IndexedRowLayer, RowLayer
 from medusa_heads.target.recurrent import CompressedRowLayer
 from medusa_heads.target.stacks import Stacks
@@ -177,6 +185,19 @@ def test_indexers_choose_as_before_behind_the_block() -> None:
         assert {(m.block_size, m.topk_blocks) for m in found} == {(4, 2)}
         raise KeyError
     assert [(m.block_size, m.topk_blocks) for m in indexers(target)] == settings
+
+
+def test_texts_of_other_threads_choose_as_before_within_the_block() -> None:
+    """Which may be decoded while another decoder is attached."""
+    scaled = builder("llama4_text")((0.15, 0.15))
+    for target in (large_blocks(), TargetModel(scaled)):
+        ids_1T = prompt()["input_ids"]
+        with torch.no_grad(), ThreadPoolExecutor(1) as other:
+            before = text_logits(target, ids_1T)
+            with few_rows_chosen(target):
+                assert not torch.equal(text_logits(target, ids_1T), before)
+                theirs = other.submit(torch.no_grad()(text_logits), target, ids_1T).result()
+            assert torch.equal(theirs, before)
 
 
 def test_two_threads_leave_the_choice_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
