@@ -115,7 +115,7 @@ def test_a_dry_run_fetches_no_weights_of_a_given_draft_model(
         (["--divergence", "sideways"], "invalid choice: 'sideways'"),
         (["--save_steps", "2", "--eval_steps", "3"], "multiple"),
         (["--shard_target"], "taught by a whole target in each process: leave shard_target out"),
-        (["--dataset", "nowhere.jsonl"], "expected a corpus at 'nowhere.jsonl', found none"),
+        (["nowhere.jsonl"], "expected a corpus at 'nowhere.jsonl', found none"),
         (["--resume_from_checkpoint", "last", "--self_distill"], "nothing to resume"),
     ],
 )
@@ -127,7 +127,8 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(flags(speaker, corpus, tmp_path / "run", *more)) == 2
+    text = corpus if more[0].startswith("-") else Path(more.pop())
+    assert main(flags(speaker, text, tmp_path / "run", *more)) == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert message.startswith("train-draft: error: ") and sentence in message
     assert not (tmp_path / "run" / "draft_model.json").exists()

@@ -187,8 +187,8 @@ def test_hidden_states_are_kept_and_read(
     ("more", "sentence"),
     [
         (["--model_name_or_path", "nowhere/at-all"], "expected a causal language model"),
-        (["--dataset", "nowhere.jsonl"], "expected a corpus at 'nowhere.jsonl', found none"),
-        (["--dataset", "EMPTY"], "is empty"),
+        (["nowhere.jsonl"], "expected a corpus at 'nowhere.jsonl', found none"),
+        (["EMPTY"], "is empty"),
         (["--config", "UNKNOWN"], "unknown key 'num_headz'; did you mean 'num_heads'?"),
         (["--num_heads", "0"], "num_heads must be at least 1, got 0"),
         (["--features", "9"], "features asks for layer 9, and LlamaForCausalLM has the layers 0"),
@@ -212,14 +212,13 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     corpus: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "unknown.yaml").write_text("num_headz: 3\n")
     files = {"EMPTY": tmp_path / "empty.jsonl", "UNKNOWN": tmp_path / "unknown.yaml"}
     given = [str(files.get(flag, flag)) for flag in more]
-    assert main(flags(target_folder, corpus, tmp_path / "run", *given)) == 2
+    text = corpus if given[1:] else Path(given.pop())
+    assert main(flags(target_folder, text, tmp_path / "run", *given)) == 2
     shown = capsys.readouterr().err
     message = shown.splitlines()[-1]  # a progress bar of loading weights may stand before it
     assert message.startswith("train-heads: error: ") and sentence in message

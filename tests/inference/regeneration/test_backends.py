@@ -212,24 +212,6 @@ def test_warpers_are_those_that_are_asked_for(
     assert sorted(answers(make(target), drawn, sampling).values()) == sorted(likeliest)
 
 
-LEFT_OUT: Any = {"repetition_penalty": 1.05, "min_new_tokens": 9, "typical_p": 0.5, "min_p": None}
-
-
-@pytest.mark.parametrize("setting", LEFT_OUT)
-def test_continuous_batching_refuses_what_it_would_leave_out(
-    setting: str, tiny_llama: TinyLlama
-) -> None:
-    model, left_out = tiny_llama(), LEFT_OUT[setting]
-    model.generation_config.update(**{setting: left_out or 0.1, "eos_token_id": 3})
-    prompts = [Prompt(ids, i % 2 == 0, i) for i, ids in enumerate(prompt_ids(4))]
-    backend = ContinuousBackend(TargetModel(model), batch_size=2)
-    if left_out is None:
-        assert answers(backend, prompts) == answers(TransformersBackend(backend.target), prompts)
-        return
-    with pytest.raises(ValueError, match=r"continuous batching has no .*: choose another"):
-        answers(backend, prompts)
-
-
 def test_offloaded_weights_are_still_usable_afterwards(tiny_llama: TinyLlama) -> None:
     prompts = [Prompt(ids, False, i) for i, ids in enumerate(prompt_ids(3))]
     expected = answers(TransformersBackend(TargetModel(tiny_llama())), prompts)
