@@ -69,11 +69,14 @@ def convert(arguments: ConvertArguments) -> None:
 
 
 def _describe(config: HeadsConfig) -> str:
-    matrices = "the target's" if config.vocab_matrix == "shared" else "a"
-    each = "" if config.vocab_matrix == "shared" else " each"
+    if config.vocab_matrix == "shared":
+        matrix = "the target's vocabulary matrix"
+    else:  # one for all steps of a layer, and all queries of a block
+        each = "each" if config.kind in ("medusa", "hydra") else "of their own"
+        matrix = f"a vocabulary matrix {each}"
     return (
         f"{config.num_heads} {config.kind} heads of {config.num_layers} "
-        f"block{'s' if config.num_layers > 1 else ''} and {matrices} vocabulary matrix{each}, "
+        f"block{'s' if config.num_layers > 1 else ''} and {matrix}, "
         f"{config.num_candidates} tokens wide"
     )
 

@@ -19,6 +19,7 @@ from medusa_heads.cli.main import main
 from medusa_heads.interop import ReadFormat, WrittenFormat
 from tests.conftest import Refused, TinyLlama
 from tests.interop import layouts
+from tests.interop.layers import eagle3, eagle3_config, written
 from tests.interop.layouts import native_tensors
 
 DOCS = (Path(__file__).parents[3] / "docs" / "formats.md").read_text(encoding="utf-8")
@@ -53,6 +54,15 @@ def test_there_and_back(
     assert main(["convert", served, str(tmp_path / "again"), "--from", "vllm"]) == 0
     again = read_stored(tmp_path / "again").tensors
     layouts.assert_same_bits(again, native_tensors(5))
+
+
+def test_the_steps_of_a_layer_have_one_matrix(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = written(tmp_path / "old", eagle3(2), eagle3_config())
+    assert main(["convert", str(old), str(tmp_path / "heads")]) == 0
+    shown = capsys.readouterr().out
+    assert "eagle3 heads of 1 block and a vocabulary matrix of their own, " in shown
 
 
 @pytest.mark.parametrize(
