@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from base64 import b64encode
 from collections.abc import Iterator
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 
@@ -86,12 +88,19 @@ def test_white_space_around_a_key_is_not_sent(
     assert "Authorization" not in echo.headers[-1]
 
 
+def sleeping(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """For how long pauses between requests would have been; other threads sleep as they did."""
+    waited: list[float] = []
+    clock = SimpleNamespace(sleep=waited.append, time=time.time)
+    monkeypatch.setattr("urllib3.util.retry.time", clock)
+    return waited
+
+
 @pytest.mark.parametrize("asked", ["7200", "Fri, 31 Dec 2100 23:59:59 GMT"])
 def test_no_server_makes_a_run_wait_for_hours(
     asked: str, echo: Echo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waited: list[float] = []
-    monkeypatch.setattr("urllib3.util.retry.time.sleep", waited.append)
+    waited = sleeping(monkeypatch)
     echo.before = [(429, {"Retry-After": asked}), (503, {"Retry-After": "2"})]
     assert reach(echo.url, retries=2).post("/completions", "{}")[0] == 200
     assert waited == [30.0, 2.0]
@@ -101,8 +110,7 @@ def test_no_server_makes_a_run_wait_for_hours(
 def test_a_pause_that_cannot_be_read_is_the_usual_one(
     asked: str, echo: Echo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waited: list[float] = []
-    monkeypatch.setattr("urllib3.util.retry.time.sleep", waited.append)
+    waited = sleeping(monkeypatch)
     echo.before = [(429, {"Retry-After": asked})] * 2
     assert reach(echo.url, retries=2).post("/completions", "{}")[0] == 200
     assert len(waited) == 1 and waited[0] <= 30  # the first is none
