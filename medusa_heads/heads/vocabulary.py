@@ -13,6 +13,13 @@ from torch import Tensor
 # Under these names configurations say what a target's logits are multiplied by (Cohere, Falcon-H1;
 # Granite): factors and divisors with their powers.
 _FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "output_multiplier": 1, "logits_scaling": -1}
+# By such a name HyperCLOVA X multiplies where Granite divides; MiniCPM3 divides what its lm_head
+# reads, as heads read it; and MPT in transformers does nothing.
+_OTHERWISE = {
+    "hyperclovax": {"logits_scaling": 1},
+    "minicpm3": {"logits_scaling": 0},
+    "mpt": {"logit_scale": 0},
+}
 
 
 class HasVocabulary(Protocol):
@@ -39,9 +46,10 @@ def vocabulary(target: HasVocabulary) -> tuple[Tensor, Tensor | None]:
 
 def logit_scale(config: Any) -> float:
     """What a target multiplies its lm_head's products by, as its configuration says."""
-    scale = 1.0
-    for name, power in _FACTORS.items():
-        scale *= float(getattr(config, name, None) or 1) ** power
+    scale, otherwise = 1.0, _OTHERWISE.get(getattr(config, "model_type", ""), {})
+    for name, power in (_FACTORS | otherwise).items():
+        if power:
+            scale *= float(getattr(config, name, None) or 1) ** power
     return scale
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CohereConfig, GraniteConfig, GraniteForCausalLM
+from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig, GraniteForCausalLM
 
 from medusa_heads.checkpoint.checkpoint import save_heads
 from medusa_heads.checkpoint.stored_heads import read_stored
@@ -16,7 +16,9 @@ from medusa_heads.heads import DecoderHeads, Eagle3Heads, new_heads
 from medusa_heads.heads.vocabulary import logit_scale
 from medusa_heads.interop.block import written
 from medusa_heads.target.target import TargetModel
+from medusa_heads.training.loss.teacher import Teacher
 from medusa_heads.training.measure.fresh_heads import FreshHeads
+from scripts.prove.tiny_configs import tiny_config
 from tests.conftest import TinyLlama
 
 KINDS: dict[str, Any] = {
@@ -53,6 +55,27 @@ def test_a_configuration_says_what_logits_are_multiplied_by(
     assert logit_scale(target.config) == 1 / 8
     assert logit_scale(CohereConfig(logit_scale=0.0625)) == 0.0625
     assert logit_scale(tiny_llama().config) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "said", "scale"),
+    [
+        ("granite", "logits_scaling", 8.0, 1 / 8),
+        ("hyperclovax", "logits_scaling", 0.125, 0.125),  # which multiplies
+        ("minicpm3", "dim_model_base", 8, 1),  # before its lm_head
+        ("mpt", "logit_scale", 0.5, 1),  # of which transformers makes nothing
+        ("mpt", "logit_scale", "inv_sqrt_d_model", 1),
+    ],
+)
+def test_a_factor_is_what_the_model_makes_of_it(
+    kind: str, name: str, said: Any, scale: float
+) -> None:
+    config = tiny_config(kind)
+    setattr(config, name, said)
+    made = TargetModel(AutoModelForCausalLM.from_config(config).eval())
+    torch.nn.init.normal_(made.get_output_embeddings().weight)
+    assert logit_scale(made.config) == scale
+    Teacher.from_target(made)  # which compares with the logits themselves
 
 
 @pytest.mark.parametrize("vocab_matrix", ["shared", "own"])
