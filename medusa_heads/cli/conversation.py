@@ -63,6 +63,8 @@ class Conversation:
         if (cache := self._take_cache(ids)) is not None:
             options[self.model.target.cache_argument] = cache
         input_ids_1T = torch.tensor([ids], device=self.model.target.device)
+        # The token that ends it is no part of an answer, though a tokenizer may call it a word.
+        streamer.ends = stop_ids(self.model.target.model)
         finished = True
         try:
             output: Any = self.model.generate(
@@ -82,8 +84,7 @@ class Conversation:
         if not answer:
             return finished  # stopped before a word: as if nothing had been said
         self.prompt_tokens = len(ids)
-        # The token that ended it is no part of an answer, though a tokenizer may call it a word.
-        ended = answer[-1] in stop_ids(self.model.target.model)
+        ended = answer[-1] in streamer.ends
         said = answer[: len(answer) - ended]
         self._text_ids = ids + said
         content = as_written(self._tokenizer, skip_special_tokens=True)(said)

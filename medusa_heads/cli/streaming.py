@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from typing import Any
 
 from medusa_heads.data.pieces import Pieces, as_written
@@ -13,8 +14,11 @@ COLOURS = ("cyan", "yellow")
 class StepStreamer:
     """A streamer for generate(): writes the tokens of a step once all of them are known. `tokens`
     are those generated so far, also of a call that was interrupted. With `group` it shows which
-    text came in one step: in alternating colours on a terminal, else in brackets. Further options
-    are of the tokenizer's decode()."""
+    text came in one step: in alternating colours on a terminal, else in brackets. No text is made
+    of tokens that are `ends`, which a tokenizer may take for words. Further options are of the
+    tokenizer's decode()."""
+
+    ends: Collection[int] = ()
 
     def __init__(
         self,
@@ -45,7 +49,8 @@ class StepStreamer:
         if not self._prompt_seen and self._skip_prompt:
             self._text = Pieces(self._decode, ids)
         else:
-            self._text.put(ids)
+            shown = [id for id in ids if id not in self.ends] if self._prompt_seen else ids
+            self._text.put(shown)
         if self._prompt_seen:
             self.tokens += ids
         elif not self._skip_prompt:

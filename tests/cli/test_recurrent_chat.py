@@ -45,7 +45,9 @@ def test_a_state_serves_the_next_turn_where_that_goes_on_from_it(
     assert said[0] == said[1]
 
 
-def test_the_end_token_is_no_part_of_what_was_said(tiny_llama: TinyLlama) -> None:
+def test_the_end_token_is_no_part_of_what_was_said(
+    tiny_llama: TinyLlama, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As tokenizers of fine-tuned models take `<|im_end|>`: a template writes it itself."""
     tokenizer = make_tokenizer()
     target = make_speaker(tiny_llama, tokenizer)
@@ -54,7 +56,9 @@ def test_the_end_token_is_no_part_of_what_was_said(tiny_llama: TinyLlama) -> Non
     def answer() -> str:
         conversation = Conversation(TrainingFreeModel(target, "recycling"), tokenizer)
         conversation.ask("hello", StepStreamer(tokenizer, skip_prompt=True), options)
-        return conversation.messages[-1]["content"]
+        said = conversation.messages[-1]["content"]
+        assert capsys.readouterr().out == said + "\n"
+        return said
 
     whole = answer()
     target.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(whole[-1])
