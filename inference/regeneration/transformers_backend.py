@@ -52,8 +52,8 @@ class TargetBackend(Backend):
     def __init__(self, target: TargetModel, *, batch_size: int = 128) -> None:
         if batch_size < 1:
             raise ValueError(f"expected a batch_size of at least 1, got {batch_size}")
-        for name in ("num_beams", "prompt_lookup_num_tokens"):  # no draw from the target, by rows
-            if (given := getattr(target.model.generation_config, name, None)) not in (None, 1):
+        for name, usual in (("num_beams", 1), ("prompt_lookup_num_tokens", None)):
+            if (given := getattr(target.model.generation_config, name, None)) not in (None, usual):
                 raise ValueError(
                     f"the target's generation_config asks for {name}={given}, and its answers are "
                     "greedy or sampled: leave that out of it"
@@ -181,11 +181,11 @@ def _generate(
     input_ids_BT, mask_BT = left_padded([prompt.input_ids for prompt in prompts], pad, device)
     width = input_ids_BT.shape[1]
 
-    options: dict[str, Any] = {"do_sample": False}
+    options: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": False}
     if not greedy:
         numbers = [prompt.draws(sampling.seed, sampling.max_new_tokens) for prompt in prompts]
         draws = RowDraws(torch.from_numpy(np.stack(numbers)).to(device), width)
-        options = {"do_sample": True, **sampling.warpers()}
+        options |= {"do_sample": True, **sampling.warpers()}
         decode = partial(_with_own_draws, decode or _plain_decode, draws)
     if decode is not None:
         options["custom_generate"] = decode

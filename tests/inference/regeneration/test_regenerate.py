@@ -110,14 +110,28 @@ def test_a_token_for_padding_that_the_target_does_not_have_is_not_used(
     assert made[0].to_dict() == made[1].to_dict()
 
 
-@pytest.mark.parametrize("name", ["num_beams", "prompt_lookup_num_tokens"])
+@pytest.mark.parametrize(("name", "value"), [("num_beams", 2), ("prompt_lookup_num_tokens", 1)])
 def test_another_way_to_decode_that_a_target_asks_for_is_refused(
-    name: str, tiny_llama: Callable[..., LlamaForCausalLM], prompts: Dataset, tmp_path: Path
+    name: str,
+    value: int,
+    tiny_llama: Callable[..., LlamaForCausalLM],
+    prompts: Dataset,
+    tmp_path: Path,
 ) -> None:
     model: Any = tiny_llama()
-    setattr(model.generation_config, name, 2)
-    with pytest.raises(ValueError, match=f"generation_config asks for {name}=2"):
+    setattr(model.generation_config, name, value)
+    with pytest.raises(ValueError, match=f"generation_config asks for {name}={value}"):
         run(TargetModel(model), prompts, tmp_path)
+
+
+def test_a_target_that_asks_for_more_than_tokens_answers_the_same(
+    tiny_llama: Callable[..., LlamaForCausalLM], prompts: Dataset, tmp_path: Path
+) -> None:
+    model, made = tiny_llama(), []
+    for told in (False, True):
+        model.generation_config.return_dict_in_generate = told
+        made.append(run(TargetModel(model), prompts, tmp_path / str(told)).to_dict())
+    assert made[0] == made[1]
 
 
 def test_text_ends_with_the_end_token(
