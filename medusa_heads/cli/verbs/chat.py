@@ -169,6 +169,7 @@ class Session:
         if not value:
             say(f"{name} {getattr(self.arguments, name)}")
             return
+        check_encodable(value)
         changed = replace(self.arguments, **{name: read_value(value, hints[name], name)})
         generation_options(changed, self.tokenizer)  # refuses at once, not in the next answer
         if decoder_options(changed) != decoder_options(self.arguments):

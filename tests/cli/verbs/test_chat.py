@@ -113,6 +113,7 @@ def test_mistakes_in_a_conversation_do_not_end_it(
         "/set temperature hot": "temperature must be of type float, got 'hot'",
         "/set top_p 7": "top_p must be above 0 and at most 1",
         "/set acceptance loose": "acceptance must be one of",
+        "/set stop \udce9": "not UTF-8 text",
         "/set tau 1": "lossless acceptance has no setting",
         "/set tree 0": "at least 1 drafted node",
         "/set drafter suffix": "heads draft in this chat",
