@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.engine.recurrent import decoding_state
 from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.target.positions import scales_by_slot
+from medusa_heads.target.scans import OfThread
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TreeShape
 
@@ -201,27 +203,10 @@ _SCALED_ALIKE = 1  # slots whose queries are scaled alike, of some thousand
 _NARROWED: ContextVar[dict[tuple[int, str], int] | None] = ContextVar("narrowed", default=None)
 
 
-class _OfThread:
-    """In a class of modules, a number that each module has in its dictionary; another one in the
-    thread that tries a model, while others decode with it. No model is compiled while it is tried,
-    and a compiler reads no ContextVar."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, module: Any, _kind: type) -> Any:
-        if module is None:
-            return self
-        if self._name not in vars(module):
-            raise AttributeError(self._name)
-        others = None if torch.compiler.is_compiling() else _NARROWED.get()
-        return (others or {}).get((id(module), self._name), vars(module)[self._name])
-
-    def __set__(self, module: Any, number: Any) -> None:
-        vars(module)[self._name] = number
-
-    def __delete__(self, module: Any) -> None:
-        del vars(module)[self._name]
+def _narrowed(name: str, module: nn.Module, number: Any) -> Any:
+    # No model is compiled while it is tried, and a compiler reads no ContextVar.
+    others = None if torch.compiler.is_compiling() else _NARROWED.get()
+    return (others or {}).get((id(module), name), number)
 
 
 def indexers(target: TargetModel) -> list[nn.Module]:
@@ -240,8 +225,8 @@ def few_rows_chosen(target: TargetModel) -> Iterator[None]:
     for modules, settings in settings_of:
         for module in modules:
             for name in vars(module).keys() & settings.keys():
-                if not isinstance(vars(type(module)).get(name), _OfThread):
-                    setattr(type(module), name, _OfThread(name))
+                if not isinstance(vars(type(module)).get(name), OfThread):
+                    setattr(type(module), name, OfThread(name, partial(_narrowed, name)))
                 narrowed[id(module), name] = min(vars(module)[name], settings[name])
     token = _NARROWED.set(narrowed)
     try:

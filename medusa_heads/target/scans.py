@@ -98,28 +98,40 @@ def _going_on(scan: Callable[..., Any], read_one: Callable[..., Tensor]) -> Call
     return go_on
 
 
+class OfThread:
+    """In a class of modules, a number that each module has in its dictionary, and in whose place
+    some threads read another one: others may run the same modules meanwhile.
+
+    Args:
+        name: of the number.
+        read: what this thread reads of a module that has this number of its own.
+    """
+
+    def __init__(self, name: str, read: Callable[[nn.Module, Any], Any]) -> None:
+        self._name, self._read = name, read
+
+    def __get__(self, module: Any, _kind: type) -> Any:
+        if module is None:
+            return self
+        if self._name not in vars(module):
+            raise AttributeError(self._name)
+        return self._read(module, vars(module)[self._name])
+
+    def __set__(self, module: Any, number: Any) -> None:
+        vars(module)[self._name] = number
+
+    def __delete__(self, module: Any) -> None:
+        del vars(module)[self._name]
+
+
 _LIMIT = "time_step_limit"
 _ONE_BY_ONE = ContextVar("one_by_one", default=False)  # whether a thread reads without limits
 
 
-class _Limit:
-    """In a class of layers, the limits of time steps that each layer has in its dictionary, or none
-    in a thread that does without: others may run the same layers meanwhile."""
-
-    def __get__(self, layer: Any, _kind: type) -> Any:
-        if layer is None:
-            return self
-        # A compiler reads no ContextVar, and compiles the forwards that verify drafts alone.
-        without = reads_tree() if torch.compiler.is_compiling() else _ONE_BY_ONE.get()
-        if _LIMIT not in vars(layer):
-            raise AttributeError(_LIMIT)
-        return (0.0, float("inf")) if without else vars(layer)[_LIMIT]
-
-    def __set__(self, layer: Any, limit: Any) -> None:
-        vars(layer)[_LIMIT] = limit
-
-    def __delete__(self, layer: Any) -> None:
-        del vars(layer)[_LIMIT]
+def _limit(_layer: nn.Module, limit: Any) -> Any:
+    # A compiler reads no ContextVar, and compiles the forwards that verify drafts alone.
+    without = reads_tree() if torch.compiler.is_compiling() else _ONE_BY_ONE.get()
+    return (0.0, float("inf")) if without else limit
 
 
 # Looked for once: a large model has thousands of modules, and a step little time.
@@ -133,7 +145,7 @@ def time_steps_of_one_token(model: nn.Module) -> Iterator[None]:
     another text of them than one token at a time. Forwards of other threads are left alone."""
     if model not in _limited:
         for kind in {type(each) for each in model.modules() if _LIMIT in vars(each)}:
-            setattr(kind, _LIMIT, _Limit())
+            setattr(kind, _LIMIT, OfThread(_LIMIT, _limit))
         _limited.add(model)
     token = _ONE_BY_ONE.set(True)
     try:
