@@ -79,7 +79,7 @@ def regenerate(
         greedy_share: share of the rows decoded greedily, spread evenly; the rest is sampled.
         seed: of the sampling. Equal arguments give equal rows, in batches of any size.
         cache_dir: finished answers are kept here, under a key of everything that decides them.
-        num_workers: processes that share the batches; see TransformersBackend.
+        num_workers: processes that share several batches; see TransformersBackend.
         progress: show a progress bar, of rows, with the tokens that were made.
     """
     if "input_ids" not in prompts.column_names or len(prompts) == 0:

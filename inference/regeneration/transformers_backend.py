@@ -81,9 +81,8 @@ class TargetBackend(Backend):
 class TransformersBackend(TargetBackend):
     """The target's own `generate`, in batches; one that does not fit the memory is halved.
 
-    `num_workers` processes share the batches, each with its share of the CPU's threads; on a CPU
-    two small processes outrun one large one. The calling script then needs the usual
-    `if __name__ == "__main__":`.
+    `num_workers` processes share several batches, each with its share of the CPU's threads: two
+    small ones outrun a large one. The calling script needs the usual `if __name__ == "__main__":`.
     """
 
     name = "transformers"
@@ -101,8 +100,9 @@ class TransformersBackend(TargetBackend):
     def answer(self, take: Take, sampling: Sampling, on_tokens: OnTokens) -> Iterator[Answers]:
         """Answer the prompts, batch by batch."""
         model = self.target.model
-        in_batches = (_in_batches(prompts, self.batch_size) for prompts in self.ahead(take))
-        if self.num_workers > 1:
+        first = next(rounds := self.ahead(take), [])
+        in_batches = (_in_batches(each, self.batch_size) for each in chain([first], rounds))
+        if self.num_workers > 1 and len(first) > self.batch_size:
             yield from _answer_side_by_side(model, in_batches, sampling, self.num_workers)
             return
         for batch in chain.from_iterable(in_batches):

@@ -55,3 +55,21 @@ def test_ctrl_c_waits_for_no_batch(
     assert ended - last < 20 and not active_children()
     if spawned:  # as the program does, not from a server that was there before
         assert {file.read_text() for file in begun.iterdir()} == {"SIGINT"}
+
+
+def test_what_one_batch_holds_is_answered_without_processes(
+    tiny_llama: TinyLlama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes seconds to begin, and the answers less."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a process was asked for")
+
+    monkeypatch.setattr(transformers_backend, "ProcessPoolExecutor", refuse)
+    target = TargetModel(tiny_llama(vocab_size=24))
+    prompts = Dataset.from_dict({"input_ids": [[1, 2], [3, 4], [5, 6]]})
+    options: dict[str, Any] = {"max_new_tokens": 4, "num_workers": 2, "progress": False}
+    rows = regenerate(target, prompts, cache_dir=tmp_path, batch_size=3, **options)
+    assert len(rows) == 3
+    with pytest.raises(AssertionError, match="a process was asked for"):
+        regenerate(target, prompts, cache_dir=tmp_path / "more", batch_size=2, **options)
