@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 # As commands have it (`run_command` says why); read when torch is loaded, so set before it is.
@@ -112,7 +113,7 @@ def stages_of(recipe: Recipe, plan: Plan) -> tuple[Stage, Stage]:
             plan.train_seconds,
             (recipe.heads / "medusa_heads.json", recipe.heads / "medusa_lm_head.safetensors"),
             lambda: recipe.heads_key(plan),
-            lambda: train_heads.main(recipe.train_flags(plan)),
+            lambda: train(recipe, plan),
         ),
         Stage(
             "measure",
@@ -124,6 +125,15 @@ def stages_of(recipe: Recipe, plan: Plan) -> tuple[Stage, Stage]:
             lambda: run_command(lambda: recipe.measure(plan), prog="demo"),
         ),
     )
+
+
+def train(recipe: Recipe, plan: Plan) -> int:
+    """Train the heads; returns the exit code of train-heads. The states that they learnt from are
+    removed, since they take more room than all the rest."""
+    code = train_heads.main(recipe.train_flags(plan))
+    if code == 0:
+        rmtree(recipe.states, ignore_errors=True)
+    return code
 
 
 def is_done(stage: Stage, recipe: Recipe) -> bool:

@@ -14,11 +14,11 @@ ROWS_A_STEP = 16  # amounts of text are multiples of it
 
 # What a method takes for a text, in times of plain decoding's, on the average of the demo's.
 _TIMES_PLAIN = 0.75
-_EVALUATED = 0.6  # of the seconds of learning from a row
+_EVALUATED = 0.3  # of the seconds of learning from a row
 # The rest, mostly Python's own work, on the machine where a text took so many seconds; by the
 # faster dtype, since of a slow one the products are slow.
 _USUAL_TEXT = 0.6
-_REST_OF_TRAINING = 35.0
+_REST_OF_TRAINING = 25.0
 _REST_OF_MEASURING = 12.0
 _COMPILING = 15.0
 
@@ -29,11 +29,13 @@ class Speeds:
 
     Attributes:
         row_written: one process continues one prompt.
-        row_learnt: the heads learn from one row, the target's forward included.
+        row_read: the target reads one row, once for all passes.
+        row_learnt: the heads learn from one row.
         text: plain decoding writes one of the benchmark's texts, by dtype.
     """
 
     row_written: float
+    row_read: float
     row_learnt: float
     text: Mapping[str, float]
 
@@ -52,7 +54,7 @@ class Amounts:
 
 
 FULL = Amounts(rows=3072, prompts=20)
-FLOOR = Amounts(rows=640, prompts=8)
+FLOOR = Amounts(rows=512, prompts=8)
 
 
 @dataclass(frozen=True)
@@ -124,13 +126,14 @@ def make_plan(
 
 def _planned(amounts: Amounts, speeds: Speeds, work: Work) -> Plan:
     slowness = min(speeds.text.values()) / _USUAL_TEXT
-    written = (amounts.rows + work.eval_rows) * speeds.row_written / work.writers
+    rows = amounts.rows + work.eval_rows
+    written, read = rows * speeds.row_written / work.writers, rows * speeds.row_read
     learnt = amounts.rows * work.epochs * speeds.row_learnt
     evaluated = work.eval_rows * (work.epochs + 1) * speeds.row_learnt * _EVALUATED
     decoded = sum(runs * speeds.text[dtype] for dtype, runs in work.runs.items())
     return Plan(
         amounts,
-        train_seconds=written + learnt + evaluated + slowness * _REST_OF_TRAINING,
+        train_seconds=written + read + learnt + evaluated + slowness * _REST_OF_TRAINING,
         measure_seconds=amounts.prompts * decoded * _TIMES_PLAIN
         + slowness * (_REST_OF_MEASURING + work.compiles * _COMPILING),
     )
@@ -140,7 +143,8 @@ def from_plain(values: Mapping[str, Any] | None) -> Speeds | None:
     """Speeds as `asdict` gave them; None where these are none."""
     try:
         speeds = Speeds(**(values or {}))
-        seconds = [speeds.row_written, speeds.row_learnt, *speeds.text.values()]
+        rows = [speeds.row_written, speeds.row_read, speeds.row_learnt]
+        seconds = [*rows, *speeds.text.values()]
         return speeds if all(0 < each < float("inf") for each in seconds) else None
     except (TypeError, AttributeError):
         return None

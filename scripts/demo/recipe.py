@@ -69,6 +69,11 @@ class Recipe:
         return self.folder / "heads"
 
     @property
+    def states(self) -> Path:
+        """Folder of the hidden states, while heads learn from them."""
+        return self.folder / "states"
+
+    @property
     def stages_file(self) -> Path:
         """Says which stages are done, and from what."""
         return self.folder / "stages.json"
@@ -166,6 +171,8 @@ class Recipe:
             "num_prompts": plan.amounts.rows,
             "dtype": dtype,
             "bf16": str(dtype == "bfloat16").lower(),
+            "hidden_cache": "auto",  # the target reads each row once, and not in every pass
+            "hidden_cache_dir": self.states,
         }
         return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +68,13 @@ def run(recipe: Recipe) -> str:
 
 
 def test_stages_run_once(small: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached: list[Path] = []
+
+    def removed(folder: Path, **options: Any) -> None:
+        cached.extend(folder.rglob("*.states"))
+        shutil.rmtree(folder, **options)
+
+    monkeypatch.setattr("scripts.demo.__main__.rmtree", removed)
     first = run(small)
     assert "1 of 2: train" in first and "2 of 2: measure" in first
     assert "This is the least text that the heads need (16 pieces of 32, 1 prompts of 2)" in first
@@ -76,6 +85,7 @@ def test_stages_run_once(small: Recipe, monkeypatch: pytest.MonkeyPatch) -> None
     assert "the heads alone write" in first and "1 of 1 texts are token for token" in first
     run_file = yaml.safe_load((small.heads / "run.yaml").read_text())
     assert run_file["distillation"]["num_prompts"] == 16
+    assert cached and not small.states.exists()  # the target read the text once for all passes
 
     # A copy remembers nothing: what it knows, it has read.
     second = run(replace(small))

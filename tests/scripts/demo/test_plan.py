@@ -19,12 +19,14 @@ from scripts.demo.plan import (
 )
 
 WORK = Work(epochs=2, eval_rows=128, writers=2, runs={"float32": 12}, compiles=1)
-FAST = Speeds(row_written=0.04, row_learnt=0.02, text={"float32": 0.6})
+FAST = Speeds(row_written=0.04, row_read=0.01, row_learnt=0.02, text={"float32": 0.6})
 
 
 def slower(times: float) -> Speeds:
     text = {dtype: seconds * times for dtype, seconds in FAST.text.items()}
-    return Speeds(FAST.row_written * times, FAST.row_learnt * times, text)
+    rows = (FAST.row_written, FAST.row_read, FAST.row_learnt)
+    written, read, learnt = (seconds * times for seconds in rows)
+    return Speeds(written, read, learnt, text)
 
 
 def test_a_fast_machine_does_all_of_it() -> None:
@@ -54,8 +56,9 @@ def test_the_slower_the_less() -> None:
 def test_times_are_sums_of_the_trials() -> None:
     few, more = Amounts(160, 2), Amounts(320, 4)
     one, two = (make_plan(FAST, WORK, full=each, floor=each) for each in (few, more))
-    # Each row is written by one of two processes and learnt twice.
-    assert two.train_seconds - one.train_seconds == pytest.approx(160 * (0.04 / 2 + 2 * 0.02))
+    # Each row is written by one of two processes, read once and learnt twice.
+    row = 0.04 / 2 + 0.01 + 2 * 0.02
+    assert two.train_seconds - one.train_seconds == pytest.approx(160 * row)
     # Each prompt is continued twelve times, on the average a little faster than plainly.
     assert two.measure_seconds - one.measure_seconds == pytest.approx(2 * 12 * 0.6 * 0.75)
     with_graph = make_plan(FAST, WORK, full=few, floor=few)
@@ -69,14 +72,16 @@ def test_two_dtypes_are_measured_at_their_own_speeds() -> None:
     work = Work(2, 128, 2, runs={"bfloat16": 12, "float32": 4}, compiles=1)
     texts = {"bfloat16": 0.5, "float32": 1.0}
     one, two = (
-        make_plan(Speeds(0.04, 0.02, texts), work, full=Amounts(16, n), floor=Amounts(16, n))
+        make_plan(Speeds(0.04, 0.01, 0.02, texts), work, full=Amounts(16, n), floor=Amounts(16, n))
         for n in (1, 2)
     )
     added = two.measure_seconds - one.measure_seconds
     assert added == pytest.approx((12 * 0.5 + 4 * 1.0) * 0.75)
     # What is Python's own work does not hang on a dtype whose products are slow.
-    slow = make_plan(Speeds(0.04, 0.02, texts | {"float32": 9.0}), work, full=FLOOR, floor=FLOOR)
-    fast = make_plan(Speeds(0.04, 0.02, texts), work, full=FLOOR, floor=FLOOR)
+    slow = make_plan(
+        Speeds(0.04, 0.01, 0.02, texts | {"float32": 9.0}), work, full=FLOOR, floor=FLOOR
+    )
+    fast = make_plan(Speeds(0.04, 0.01, 0.02, texts), work, full=FLOOR, floor=FLOOR)
     assert slow.train_seconds == fast.train_seconds
 
 
