@@ -10,6 +10,8 @@ their width, D hidden.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -41,6 +43,27 @@ class PrefixLayer(nn.Module):
         self._cos_sin = (torch.empty(0),)  # in a tuple, and so no buffer
         for zeroed in (self.attention_out, self.down, self.token):
             nn.init.zeros_(zeroed.weight)
+
+    @torch.no_grad()
+    def attend_as(self, weights: Sequence[Tensor], heads: int, norm_D: Tensor) -> None:
+        """Take the queries [D, D], keys and values [a part of D, D] of a layer with rotary
+        positions and a norm before, whose heads are as wide or several times as wide. Of a wider
+        one there are several here, which each compare every so many-th pair of its numbers."""
+        width = len(norm_D) // self.num_attention_heads
+        wider = self.num_attention_heads // heads
+        query_AWD, keys_AWD, values_AWD = (
+            part_XD.unflatten(0, (-1, wider * width)).repeat_interleave(
+                heads * wider * width // len(part_XD), dim=0
+            )
+            for part_XD in weights
+        )
+        # Pairs lie half a head apart, and of more pairs the turns lie closer together.
+        of_pairs = [
+            part_AWD.unflatten(1, (2, -1, wider)).permute(0, 3, 1, 2, 4).flatten(0, 3)
+            for part_AWD in (query_AWD * wider**0.5, keys_AWD)
+        ]
+        self.query_key_value.weight.copy_(torch.cat([*of_pairs, values_AWD.flatten(0, 1)]))
+        self.attention_norm.weight.copy_(norm_D)
 
     @property
     def dtype(self) -> torch.dtype:
