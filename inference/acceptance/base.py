@@ -169,6 +169,7 @@ def row_processors(processors: LogitsProcessorList, batch_size: int) -> list[Row
 def _allowed_of_row(
     processor: PrefixConstrainedLogitsProcessor, row: int
 ) -> PrefixConstrainedLogitsProcessor:
-    """Asks the user's function about this row alone, which it may remember."""
-    allowed = processor._prefix_allowed_tokens_fn
-    return PrefixConstrainedLogitsProcessor(lambda _, ids_T: allowed(row, ids_T), num_beams=1)
+    """Asks the user's function about this row alone, which it may remember. It goes by the prompt,
+    of which there may be several rows."""
+    allowed, prompt = processor._prefix_allowed_tokens_fn, row // processor._num_beams
+    return PrefixConstrainedLogitsProcessor(lambda _, ids_T: allowed(prompt, ids_T), num_beams=1)

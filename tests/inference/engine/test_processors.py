@@ -85,6 +85,23 @@ def test_each_row_is_that_of_generate(model: Any, kind: str, batch: int) -> None
     assert stats.tokens_per_step > 1.3
 
 
+def test_allowed_tokens_go_by_the_prompt_of_several_texts(model: Any) -> None:
+    def texts(**custom: Any) -> Tensor:
+        made: Tensor = model.generate(
+            **prompts(2),
+            max_new_tokens=NEW,
+            do_sample=True,
+            num_return_sequences=2,
+            prefix_allowed_tokens_fn=lambda prompt, ids_T: range(6 * prompt, 6 * prompt + 6),
+            **custom,
+        )
+        return made[:, PROMPT:] // 6  # whose tokens they are
+
+    expected = texts()
+    got = texts(custom_generate=decoding(PlantedDrafter([[1] * NEW] * 4, VOCAB)))
+    assert torch.equal(got, expected)
+
+
 def test_logits_are_handed_out_as_they_were_before_processors_wrote_over_them(model: Any) -> None:
     def texts(**custom: Any) -> Any:
         return model.generate(
