@@ -7,7 +7,8 @@ proportion (Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +54,18 @@ def fit_schedule(args: TrainingArguments) -> None:
     if SchedulerType(args.lr_scheduler_type).value in ("reduce_lr_on_plateau", "greedy"):
         told: Any = args.lr_scheduler_kwargs or {}
         args.lr_scheduler_kwargs = {"mode": "max" if args.greater_is_better else "min", **told}
+
+
+@contextmanager
+def steps_of_schedule(args: TrainingArguments, steps: int) -> Iterator[int]:
+    """The steps that the schedule of a run of `steps` is made for: where all of them warm up, one
+    more, which the run never takes; some schedules divide by the number of those behind."""
+    given, warmup = args.warmup_steps, args.get_warmup_steps(steps)
+    args.warmup_steps = max(warmup, given)  # a share would be one of more steps
+    try:
+        yield max(steps, warmup + 1)
+    finally:
+        args.warmup_steps = given
 
 
 def rate_shares(heads: DraftHeads) -> dict[str, float]:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
 from accelerate.data_loader import (
     BatchSamplerShard,
     SeedableRandomSampler,
@@ -21,11 +22,13 @@ from accelerate.data_loader import (
     get_sampler,
 )
 from accelerate.state import GradientState
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from medusa_heads.config import IGNORED
 from medusa_heads.contents import STATE_FILE, foreign_model, trained_in
 from medusa_heads.errors import first_line, is_disk_full
 from medusa_heads.files import check_folder, expanded, read_json
@@ -139,6 +142,16 @@ def last_rows(place: GradientState) -> int:
         return -1
     processes = 1 if shard.split_batches else shard.num_processes
     return len(loader.dataset) % (shard.batch_size * processes)
+
+
+def once(labels_BT: Tensor, accelerator: Accelerator) -> Tensor:
+    """The labels of a process's batch, without those of rows that only fill the last one up."""
+    if (rows := last_rows(accelerator.gradient_state)) < 1:
+        return labels_BT
+    before = accelerator.process_index * len(labels_BT)
+    once_BT = labels_BT.clone()
+    once_BT[max(rows - before, 0) :] = IGNORED
+    return once_BT
 
 
 @contextmanager

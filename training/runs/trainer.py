@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, Tr
 
 from medusa_heads.config import IGNORED
 from medusa_heads.target.target import TargetModel
+from medusa_heads.training.arguments.rates import steps_of_schedule
 from medusa_heads.training.arguments.training import use_one_gpu
 from medusa_heads.training.data.pack import hidden_of
 from medusa_heads.training.hidden.launched import launched_sharding, learning_whole, learns_next
@@ -195,6 +197,11 @@ class TaughtTrainer(Trainer, ABC):
                 if isinstance(callback, Interruptions):
                     callback.hand_back()
 
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """As transformers', also of a run that ends within its warm-up."""
+        with steps_of_schedule(self.args, num_training_steps) as steps:
+            return super().create_scheduler(steps, optimizer)
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As transformers', at the rates of now."""
         if checkpoint is not None:
@@ -233,7 +240,7 @@ class TaughtTrainer(Trainer, ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, figures_BTF (-100 where nothing is measured) and labels_BT."""
         inputs = self._prepare_inputs(inputs)
-        labels_BT = inputs["labels"] = self._once(inputs["labels"])
+        labels_BT = inputs["labels"] = resumable.once(inputs["labels"], self.accelerator)
         items = (labels_BT != IGNORED).sum()
         with torch.no_grad(), self.compute_loss_context_manager():
             loss, positions_R, figures_RF = self._judge(model, inputs, items)
@@ -248,17 +255,9 @@ class TaughtTrainer(Trainer, ABC):
     ) -> tuple[list[Inputs], Tensor | int | None]:
         """As transformers'; several processes learn nothing from rows that fill their last batch
         up, as one would not."""
-        batches = (each | {"labels": self._once(each["labels"])} for each in epoch_iterator)
+        once = partial(resumable.once, accelerator=self.accelerator)
+        batches = (each | {"labels": once(each["labels"])} for each in epoch_iterator)
         return super().get_batch_samples(batches, num_batches, device)
-
-    def _once(self, labels_BT: Tensor) -> Tensor:
-        """The labels of a batch, without those of rows that only fill the last one up."""
-        if (rows := resumable.last_rows(self.accelerator.gradient_state)) < 1:
-            return labels_BT
-        before = self.accelerator.process_index * len(labels_BT)
-        once_BT = labels_BT.clone()
-        once_BT[max(rows - before, 0) :] = IGNORED
-        return once_BT
 
     def _add_up(self, name: str, total: Tensor, count: Tensor) -> None:
         """Add to a metric that is a mean over all of an evaluation, whatever its batches are."""
