@@ -92,8 +92,9 @@ class OwnText:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(drawn.randrange(1 << 62))
             for start in range(0, count, self.generation_batch_size):
-                part = texts[start : start + self.generation_batch_size]
-                written += _continue(model, part, self.temperature)
+                some = texts[start : start + self.generation_batch_size]
+                for part in _fitting(some, self.draft.max_positions):
+                    written += _continue(model, part, self.temperature)
         model.train(training)
         return written
 
@@ -104,6 +105,18 @@ def _split(row: Any) -> tuple[list[int], int]:
     prompt = next((t for t, label in enumerate(labels) if label != IGNORED), len(ids))
     prompt = min(prompt or len(ids) // _PROMPT_SHARE, len(ids) - 1) or 1
     return ids[:prompt], max(len(ids) - prompt, 1)
+
+
+def _fitting(
+    texts: Sequence[tuple[list[int], int]], context: int | None
+) -> list[Sequence[tuple[list[int], int]]]:
+    """The same in parts, in order, each of which can be continued at once: all are until the
+    longest is done, also behind the longest prompt, and positions that are learnt have an end."""
+    longest = max(len(prompt) for prompt, _ in texts) + max(length for _, length in texts)
+    if context is None or longest <= context or len(texts) == 1:
+        return [texts]
+    half = len(texts) // 2
+    return [*_fitting(texts[:half], context), *_fitting(texts[half:], context)]
 
 
 @torch.no_grad()

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from medusa_heads.config import IGNORED
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.data.own_text import OwnText
+from tests.training.conftest import VOCAB
 
 Rows = Callable[..., Dataset]
 
@@ -29,6 +31,20 @@ def test_own_text_goes_on_from_the_prompts(target: TargetModel, make_rows: Rows)
     again = OwnText(target, rows, share=0.5, refresh=4, batches_a_step=2, batch_size=3)
     torch.manual_seed(5)
     assert [again.batch(s, n) for s in range(8) for n in range(2)] == batches
+
+
+def test_own_text_ends_where_learnt_positions_do(make_rows: Rows) -> None:
+    """Of rows as long as the context some are nearly all prompt, and others nearly all text."""
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCAB, n_positions=40, n_embd=8, n_layer=1, n_head=1)
+    )
+    rows = Dataset.from_list([*make_rows(3, 40), *make_rows(3, 40, prompt=36, seed=1)])
+    own_text = OwnText(
+        TargetModel(model), rows, share=1.0, refresh=2, batches_a_step=1, batch_size=8
+    )
+    written = [*(own_text.batch(0, 0) or []), *(own_text.batch(1, 0) or [])]
+    assert [len(row["input_ids"]) for row in written] == [40] * 16
+    assert {row["labels"].count(IGNORED) for row in written} == {4, 36}
 
 
 @pytest.mark.parametrize("batches_a_step", [1, 2])
