@@ -27,6 +27,9 @@ from medusa_heads.files import replace_file
 from medusa_heads.target.target import TargetModel
 
 Row = dict[str, list[int]]
+# Of generate(), whatever the target's settings say, which are the draft model's as well: a tensor,
+# and no drafts that are looked up, which transformers has for single texts alone.
+_PLAIN: dict[str, Any] = {"return_dict_in_generate": False, "prompt_lookup_num_tokens": None}
 _PROMPT_SHARE = 4  # of rows without a marked prompt, one part in so many is taken for one
 
 
@@ -134,6 +137,7 @@ def _continue(model: Any, texts: Sequence[tuple[list[int], int]], temperature: f
         top_p=1.0,
         pad_token_id=pad,
         use_cache=True,
+        **_PLAIN,
     )
     rows = []
     for (prompt, length), tokens in zip(

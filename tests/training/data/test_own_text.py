@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,22 @@ def test_own_text_ends_where_learnt_positions_do(make_rows: Rows) -> None:
     written = [*(own_text.batch(0, 0) or []), *(own_text.batch(1, 0) or [])]
     assert [len(row["input_ids"]) for row in written] == [40] * 16
     assert {row["labels"].count(IGNORED) for row in written} == {4, 36}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"return_dict_in_generate": True}, {"prompt_lookup_num_tokens": 2}],
+)
+def test_own_text_is_drawn_whatever_the_targets_settings_ask_for(
+    settings: dict[str, Any], target: TargetModel, make_rows: Rows
+) -> None:
+    def written() -> Any:
+        told: Any = {"share": 1.0, "refresh": 1, "batches_a_step": 1, "batch_size": 3}
+        return OwnText(target, make_rows(5), **told).batch(0, 0)
+
+    expected = written()
+    target.model.generation_config.update(**settings)
+    assert written() == expected
 
 
 @pytest.mark.parametrize("batches_a_step", [1, 2])
