@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from medusa_heads.contents import refuse_heads, refuse_judges, said_of
-from medusa_heads.errors import NoModel, first_line
+from medusa_heads.errors import NoModel
 from medusa_heads.files import at_home, expanded, is_path, read_json
 from medusa_heads.hub_probe import asking_hub, on_hub
 from medusa_heads.machine.choice import Choice, as_dtype, choose
@@ -65,9 +65,6 @@ def load_causal_lm(
     laid = kwargs.get("device_map")
     if isinstance(laid, Mapping):
         _check_devices(laid)
-    from huggingface_hub.errors import StrictDataclassError
-    from safetensors import SafetensorError
-
     model: Any
     trusted = {"trust_remote_code": trust_remote_code}
     with asking_hub(name, never=bool(kwargs.get("local_files_only"))) as options:
@@ -93,13 +90,9 @@ def load_causal_lm(
             model, read = _loader(name, options | kwargs | trusted).from_pretrained(
                 name, dtype=dtype, output_loading_info=True, **trusted, **options | kwargs
             )
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, MemoryError):
             raise
-        except (
-            *(OSError, ValueError, ImportError, RuntimeError),
-            *(SafetensorError, StrictDataclassError),
-            *(AttributeError, LookupError, TypeError),  # of a damaged configuration
-        ) as error:
+        except Exception as error:  # of damaged files libraries raise whatever comes of them
             raise NoModel(
                 f"expected a causal language model (a hub id or a local folder) at {name!r}: "
                 + said_of(error, name)
@@ -241,7 +234,6 @@ def load_tokenizer(
 
 
 def _tokenizer_at(name: str, revision: str | None, trusted: bool) -> PreTrainedTokenizerBase:
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
     found: PreTrainedTokenizerBase
@@ -250,14 +242,20 @@ def _tokenizer_at(name: str, revision: str | None, trusted: bool) -> PreTrainedT
             found = AutoTokenizer.from_pretrained(
                 name, revision=revision or "main", trust_remote_code=trusted, **options
             )
-        except ValueError as error:
-            if not options:
-                raise
-            missing = f"no tokenizer of {name!r} is in the local cache, and no hub can be asked"
-            raise ValueError(missing) from error
-        # Of the configuration, which names the tokenizer; or of files that lack a part.
-        except (StrictDataclassError, AttributeError, LookupError, TypeError) as error:
-            raise ValueError(first_line(error)) from error
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:  # tokenizers raises a bare one of a file that is damaged
+            said = " ".join(str(error).split()) or type(error).__name__
+            cannot = f"the tokenizer of {name!r} cannot be loaded: {said}"
+            if options and isinstance(error, ValueError):
+                cannot = f"no tokenizer of {name!r} is in the local cache, and no hub can be asked"
+            raise ValueError(cannot) from error
+    longest: Any = found.model_max_length  # of what its configuration says, whatever that is
+    if not isinstance(longest, int | float):
+        raise ValueError(
+            f"the tokenizer of {name!r} says model_max_length {longest!r}, expected a number: mend "
+            "its tokenizer_config.json"
+        )
     return found
 
 
