@@ -48,7 +48,9 @@ def check_inside(folder: Path, path: Path) -> None:
     real = folder.resolve()
     blobs = real.parent.parent / "blobs"
     of_hub = real.parent.name == "snapshots" and blobs.is_dir() and not blobs.is_symlink()
-    if not any(path.resolve().is_relative_to(place) for place in (real, blobs)[: 1 + of_hub]):
+    # Path.resolve() raises RuntimeError where a link leads to itself.
+    led = Path(os.path.realpath(path))
+    if not any(led.is_relative_to(place) for place in (real, blobs)[: 1 + of_hub]):
         raise ValueError(
             f"{str(path)!r} leads out of the checkpoint folder: put the file itself in its place, "
             "or remove it"

@@ -51,6 +51,12 @@ def test_links_out_of_the_folder_are_refused(
     assert not (tmp_path / "saved").exists()
 
 
+def test_a_link_to_itself_is_refused(checkpoint: Path) -> None:
+    (checkpoint / "report.md").symlink_to(checkpoint / "report.md")
+    with pytest.raises(ValueError, match=r"report\.md', found something else: remove it"):
+        prepare_push(checkpoint, "alice/heads")
+
+
 def test_a_linked_folder_is_refused(
     checkpoint: Path, outside: Path, target: TargetModel, hub: LocalHub, tmp_path: Path
 ) -> None:
