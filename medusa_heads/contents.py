@@ -21,6 +21,11 @@ _MODEL_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "*.safetensors.ind
 _OF_DRAFTS = (_CONFIG_FILE, "model*.safetensors*")  # which a run writes as well
 _OF_MODULES = ("model*.safetensors",)
 _JUDGES = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+_IDS = ("eos_token_id", "pad_token_id", "bos_token_id", "forced_eos_token_id")
+_NUMBERS = (
+    "top_p", "min_p", "typical_p", "no_repeat_ngram_size", "min_new_tokens", "num_beams",
+    "guidance_scale",
+)  # fmt: skip
 _FOREIGN_NAMES = ("Eagle", "DFlash", "DSpark", "Medusa")
 _FOREIGN_KEYS = ("speculators_config", "medusa_num_heads", "hydra_num_heads", "dflash_config")
 
@@ -125,6 +130,30 @@ def refuse_judges(config: Any, name: str) -> None:
             "judge texts and not to write them: name the model that it was made from, or mend "
             "'architectures' in its config.json where its weights are a causal language model's"
         )
+
+
+def refuse_settings(generation: Any, name: str) -> None:
+    """Raises NoModel: a model's own settings of generation hold values of other types than
+    transformers computes with, which it does not compare as it reads them."""
+    for key in _IDS:
+        said = getattr(generation, key, None)
+        if said is not None and not _are_ids(said if isinstance(said, list) else [said]):
+            _refuse_setting(key, said, "the id of a token or a list of such", name)
+    for key in _NUMBERS:
+        said = getattr(generation, key, None)
+        if not isinstance(said, int | float | None):
+            _refuse_setting(key, said, "a number", name)
+
+
+def _are_ids(said: list[Any]) -> bool:
+    return bool(said) and all(isinstance(each, int) for each in said)
+
+
+def _refuse_setting(key: str, said: Any, expected: str, name: str) -> None:
+    raise NoModel(
+        f"the generation settings of {name!r} say {key} {said!r}, expected {expected}: mend its "
+        "generation_config.json"
+    )
 
 
 def said_of(error: Exception, name: str) -> str:

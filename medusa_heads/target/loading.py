@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from medusa_heads.contents import refuse_heads, refuse_judges, said_of
+from medusa_heads.contents import refuse_heads, refuse_judges, refuse_settings, said_of
 from medusa_heads.errors import NoModel
 from medusa_heads.files import at_home, expanded, is_path, read_json
 from medusa_heads.hub_probe import asking_hub, on_hub
@@ -98,6 +98,7 @@ def load_causal_lm(
                 + said_of(error, name)
             ) from error
     refuse_judges(model.config, name)
+    refuse_settings(getattr(model, "generation_config", None), name)
     _refuse_made_up(model, read["missing_keys"], name)
     if on_hub(name):
         model.config._commit_hash = _commit(name, kwargs)

@@ -64,3 +64,28 @@ def test_a_size_that_cannot_be_computed_with_is_one_sentence(
     with pytest.raises(ValueError, match="expected a causal language model") as refusal:
         load_causal_lm(str(tmp_path), dtype="auto", trust_remote_code=False)
     assert len(str(refusal.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [("eos_token_id", "x"), ("eos_token_id", []), ("bos_token_id", [None]), ("top_p", "x")],
+)
+def test_a_setting_of_another_type_is_named(
+    tiny_llama: TinyLlama, tmp_path: Path, key: str, said: Any
+) -> None:
+    """transformers reads it, and fails at the first text."""
+    tiny_llama().save_pretrained(tmp_path)
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"do_sample": True, key: said}))
+    with pytest.raises(ValueError, match=f"say {key} {re.escape(repr(said))}, expected"):
+        load_causal_lm(str(tmp_path), dtype="auto", trust_remote_code=False)
+
+
+def test_settings_of_the_right_types_are_taken(tiny_llama: TinyLlama, tmp_path: Path) -> None:
+    model = tiny_llama()
+    said = {"eos_token_id": [3, 5], "pad_token_id": 0, "do_sample": True, "top_p": 1}
+    model.generation_config.update(**said)
+    model.save_pretrained(tmp_path)
+    read = load_causal_lm(str(tmp_path), dtype="auto", trust_remote_code=False)
+    assert read.generation_config is not None
+    assert {key: getattr(read.generation_config, key) for key in said} == said
