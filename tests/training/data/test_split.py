@@ -1,6 +1,8 @@
 """What is held out, by document: of equal documents none is learnt from."""
 
+import os
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,9 @@ from datasets import Dataset
 
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.data import DataArguments
+from medusa_heads.training.data.columns import learnt_whole, write_table
 from medusa_heads.training.data.prepare import load_corpora, prepare_data
+from medusa_heads.training.data.prepared import table_fingerprint
 from medusa_heads.training.data.split import distinct_documents, hold_out
 from tests.conftest import TinyLlama
 
@@ -120,3 +124,20 @@ def test_a_column_of_numbers_tells_of_no_padding(target: TargetModel, column: st
     refused = pytest.raises(ValueError, match="'labels' is of type int")
     with refused if column == "labels" else nullcontext():
         prepare_data(target, *corpora, None, given, num_heads=2, seed=0)
+
+
+def test_rows_that_are_learnt_whole_are_found_again_and_leave_no_file(tmp_path: Path) -> None:
+    """Also where the file that they are read from is written anew by each run, as it is."""
+    made = Dataset.from_dict(
+        {"input_ids": [[5, 6, 7], [8, 9]], "labels": [[-100, 6, 7], [-100, 9]]}
+    )
+    found = set()
+    for time in (1, 2):
+        write_table(tmp_path / "rows.arrow", made.data.table)
+        os.utime(tmp_path / "rows.arrow", (time, time))
+        rows = learnt_whole(Dataset.from_file(str(tmp_path / "rows.arrow")))
+        assert rows["labels"][:] == rows["input_ids"][:] == [[5, 6, 7], [8, 9]]
+        assert [row["labels"] for row in learnt_whole(rows.select([1]))] == [[8, 9]]
+        found.add(table_fingerprint(rows))
+    assert len(found) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.arrow"]
