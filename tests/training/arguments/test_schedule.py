@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from datasets import Dataset
@@ -25,7 +26,7 @@ def test_a_run_may_end_within_its_warm_up(
     behind the warm-up."""
 
     def rates(schedule: str) -> list[float]:
-        more = {"use_cpu": True, "disable_tqdm": True, "warmup_steps": warmup}
+        more: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True, "warmup_steps": warmup}
         more |= {"eval_strategy": "no", "save_strategy": "no"}
         course = {"lr_scheduler_type": schedule, "logging_steps": 1, "training_args": more}
         args = quick(tmp_path, steps, **course, load_best_model_at_end=False)
