@@ -21,6 +21,7 @@ def of_width(tiny_llama: TinyLlama, heads: int, keys: int, **more: Any) -> Targe
     shape = {"hidden_size": WIDTH, "num_attention_heads": heads, "num_key_value_heads": keys}
     target = TargetModel(tiny_llama(**shape, head_dim=WIDTH // heads, **more))
     target.freeze()
+    torch.manual_seed(0)
     for name, weight in target.model.named_parameters():
         if "input_layernorm" in name:
             nn.init.uniform_(weight, 0.5, 2.0)
@@ -54,7 +55,7 @@ def test_it_reads_what_the_target_reads(tiny_llama: TinyLlama, keys: int) -> Non
     heads = fresh(target)
     assert attend_as_target(heads, target.model)
     x_BTD, wanted_BTD, own_BTD = read(target, heads)
-    torch.testing.assert_close(own_BTD, wanted_BTD, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(own_BTD, wanted_BTD, rtol=1e-3, atol=1e-4)
     # The layer is the identity as before: heads say what they said.
     torch.testing.assert_close(heads.prefix(x_BTD, x_BTD), x_BTD)
 
@@ -74,8 +75,10 @@ def test_wider_heads_are_shared_out(tiny_llama: TinyLlama) -> None:
     queries_BTD, keys_BTD, values_BTD = (
         linear(norm(x_BTD)) for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
-    torch.testing.assert_close(own_BTT, queries_BTD @ keys_BTD.mT / WIDTH**0.5)
-    torch.testing.assert_close(values_BATE.transpose(1, 2).flatten(2), values_BTD)
+    wanted_BTT = queries_BTD @ keys_BTD.mT / WIDTH**0.5
+    torch.testing.assert_close(own_BTT, wanted_BTT, rtol=1e-3, atol=1e-4)
+    own_BTD = values_BATE.transpose(1, 2).flatten(2)
+    torch.testing.assert_close(own_BTD, values_BTD, rtol=1e-3, atol=1e-4)
 
 
 def no_prefix(target: TargetModel) -> DraftHeads:
