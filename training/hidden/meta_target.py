@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from medusa_heads.contents import refuse_adapter, refuse_heads, refuse_judges
+from medusa_heads.contents import refuse_adapter, refuse_heads, refuse_judges, refuse_settings
 from medusa_heads.errors import first_line
 from medusa_heads.files import expanded, read_json
 from medusa_heads.hub_probe import asking_hub
@@ -49,7 +48,8 @@ def weights_on_disk(arguments: TargetArguments) -> bool:
 
 def meta_target(arguments: TargetArguments, device: torch.device | None = None) -> TargetModel:
     """Make it, frozen. A dtype "auto" is what is fastest on `device`, without one as it is stored.
-    Raises ValueError: no configuration of a causal language model stands there."""
+    Raises ValueError: no configuration of a causal language model stands there, or settings of
+    generation that are of other types."""
     name = arguments.model_name_or_path
     refuse_heads(name)
     refuse_adapter(name)
@@ -77,12 +77,15 @@ def meta_target(arguments: TargetArguments, device: torch.device | None = None) 
         with asking_hub(name) as options, suppress(OSError):  # most, but not all, bring one
             where = {"revision": arguments.model_revision, **options}
             model.generation_config = GenerationConfig.from_pretrained(name, **where)
-    except (OSError, ValueError, ImportError, StrictDataclassError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # of damaged files libraries raise whatever comes of them
         raise ValueError(
             f"expected the configuration of a causal language model (a hub id or a local folder) "
             f"at {name!r}: {first_line(error)}"
         ) from error
     refuse_judges(config, name)
+    refuse_settings(model.generation_config, name)
     target = TargetModel(model)
     target.freeze()
     return target

@@ -39,3 +39,23 @@ def test_an_index_of_weights_that_is_damaged_is_refused(content: Any, tmp_path: 
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"index\.json"):
         weights_on_disk(TargetArguments(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("config.json", {"num_attention_heads": 0}),
+        ("config.json", {"hidden_act": "none"}),
+        ("config.json", {"layer_types": 5}),
+        ("generation_config.json", {"eos_token_id": "x"}),
+    ],
+)
+def test_damaged_files_are_named_as_where_the_target_is_loaded(
+    target: TargetModel, tmp_path: Path, file: str, damage: dict[str, Any]
+) -> None:
+    target.model.save_pretrained(tmp_path)
+    path = tmp_path / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+    with pytest.raises(ValueError, match=r"expected (the config|the id)") as refusal:
+        meta_target(TargetArguments(str(tmp_path)))
+    assert str(tmp_path) in str(refusal.value)
