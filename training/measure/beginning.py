@@ -96,12 +96,14 @@ def _attention_of_last_layer(model: Any) -> tuple[nn.Module, nn.Module] | None:
 
 def _scales(norm: nn.Module, like_XD: Tensor) -> Tensor:
     """What a norm multiplies each number by [D], whether it takes off the mean or not, adds a bias
-    or not, and keeps its weights less one or not."""
-    parts = {name: _whole(part).to(like_XD) for name, part in norm.named_parameters()}
-    signs_D = like_XD.new_ones(like_XD.shape[1])
+    or not, and keeps its weights less one or not. It runs on its own device, where accelerate
+    would hand on what it is given."""
+    parts = {name: _whole(part).to(like_XD.dtype) for name, part in norm.named_parameters()}
+    device = next((part.device for part in parts.values()), like_XD.device)
+    signs_D = like_XD.new_ones(like_XD.shape[1], device=device)
     signs_D[::2] = -1
     up_D, down_D = (functional_call(norm, parts, (sign * signs_D,)) for sign in (1, -1))
-    return (up_D - down_D) / 2 * signs_D
+    return ((up_D - down_D) / 2 * signs_D).to(like_XD.device)
 
 
 def _whole(weight: Any) -> Tensor:

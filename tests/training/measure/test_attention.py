@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import attach_execution_device_hook
 from torch import Tensor, nn
 
 from medusa_heads.config import HeadsConfig
@@ -133,3 +134,13 @@ def test_norms_of_every_form_are_read(tiny_llama: TinyLlama) -> None:
         torch.testing.assert_close(
             heads.prefix.attention_norm.weight, scales_D, rtol=1e-3, atol=1e-3
         )
+
+
+@torch.no_grad()
+def test_the_last_layer_may_lie_on_another_device(tiny_llama: TinyLlama) -> None:
+    """Where accelerate hands what its modules are given on to theirs, as a device_map has it."""
+    target = of_width(tiny_llama, 2, 2)
+    heads = fresh(target)
+    heads.prefix.to("meta")
+    attach_execution_device_hook(target.model.model.layers[-1], target.device)
+    assert attend_as_target(heads, target.model)
