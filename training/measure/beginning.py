@@ -87,7 +87,9 @@ def _attention_of_last_layer(model: Any) -> tuple[nn.Module, nn.Module] | None:
         if all(type(linear) is nn.Linear and linear.bias is None for linear in linears):
             weights = [linear.weight for linear in linears if linear is not None]
             norm: nn.Module | None = getattr(last, "input_layernorm", None)
-            if norm is None or hasattr(module, "q_norm"):
+            names = [name for name, _ in module.named_children()]
+            normed = any("norm" in name and name.startswith(("q", "k")) for name in names)
+            if norm is None or normed:
                 return None
             plain = all(is_plain(weight) and not weight.is_meta for weight in weights)
             return (norm, module) if plain else None

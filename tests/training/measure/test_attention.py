@@ -144,3 +144,10 @@ def test_the_last_layer_may_lie_on_another_device(tiny_llama: TinyLlama) -> None
     heads.prefix.to("meta")
     attach_execution_device_hook(target.model.model.layers[-1], target.device)
     assert attend_as_target(heads, target.model)
+
+
+@pytest.mark.parametrize("name", ["q_norm", "k_layernorm", "query_layernorm", "qk_norm"])
+def test_norms_behind_queries_have_many_names(tiny_llama: TinyLlama, name: str) -> None:
+    target = of_width(tiny_llama, 2, 2)
+    setattr(target.model.model.layers[-1].self_attn, name, nn.RMSNorm(WIDTH // 2))
+    assert not attend_as_target(fresh(target), target.model)
