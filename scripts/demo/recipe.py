@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import shutil
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib import metadata
@@ -171,10 +172,22 @@ class Recipe:
             "num_prompts": plan.amounts.rows,
             "dtype": dtype,
             "bf16": str(dtype == "bfloat16").lower(),
-            "hidden_cache": "auto",  # the target reads each row once, and not in every pass
-            "hidden_cache_dir": self.states,
         }
+        if self._have_room(plan):  # then the target reads each row once, and not in every pass
+            given |= {"hidden_cache": "auto", "hidden_cache_dir": self.states}
         return [word for name, value in given.items() for word in (f"--{name}", str(value))]
+
+    def _have_room(self, plan: Plan) -> bool:
+        """Whether the hidden states take at most half of what is free on the disk."""
+        from medusa_heads.target.loading import stored_form
+
+        form, distill = stored_form(self.target), self.settings["DistillArguments"]
+        assert form is not None, "its dtype was chosen before"
+        tokens = distill.prompt_length + distill.continuation_length
+        rows = plan.amounts.rows + distill.num_eval_prompts
+        self.folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.folder).free
+        return rows * tokens * form.shape.hidden * self.train.dtype.itemsize <= free // 2
 
     def benchmark_settings(self) -> list[Setting]:
         """Speed in the fastest dtype; in float32 the proof that heads leave the text as it is."""

@@ -127,6 +127,14 @@ def test_an_interrupted_demo_goes_on_with_its_amounts(
     assert again.plan() == small.plan()
 
 
+def test_a_small_disk_holds_no_states(small: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target then reads the text in every pass."""
+    plan, used = Plan(LEAST, 1, 1), shutil.disk_usage(small.folder.parent)
+    for free, kept in ((1 << 40, True), (1 << 12, False)):
+        monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: used._replace(free=free))
+        assert ("--hidden_cache_dir" in small.train_flags(plan)) is kept
+
+
 def test_the_screen_says_what_was_cut() -> None:
     recipe = Recipe()
     assert shortened(recipe, Plan(recipe.full, 100, 100)) == []
