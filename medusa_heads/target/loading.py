@@ -243,7 +243,7 @@ def _tokenizer_at(name: str, revision: str | None, trusted: bool) -> PreTrainedT
             found = AutoTokenizer.from_pretrained(
                 name, revision=revision or "main", trust_remote_code=trusted, **options
             )
-        except (OSError, MemoryError):
+        except (OSError, MemoryError, ImportError):  # the last says what to install
             raise
         except Exception as error:  # tokenizers raises a bare one of a file that is damaged
             said = " ".join(str(error).split()) or type(error).__name__

@@ -44,6 +44,16 @@ def test_a_damaged_tokenizer_is_one_sentence(tmp_path: Path, file: str, damage: 
     assert find_tokenizer(str(tmp_path)) is None
 
 
+def test_a_tokenizer_that_needs_a_missing_package_names_it(tmp_path: Path) -> None:
+    """And is not taken for none, of which a run would say that there is no tokenizer."""
+    (tmp_path / "own.py").write_text("import no_such_package\n")
+    told = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(told))
+    for read in (load_tokenizer, find_tokenizer):
+        with pytest.raises(ImportError, match="no_such_package"):
+            read(str(tmp_path), trust_remote_code=True)
+
+
 @pytest.mark.parametrize("said", ["512", [512], {}])
 def test_a_longest_text_that_is_no_number_is_named(tmp_path: Path, said: Any) -> None:
     """Else every text fails, where transformers compares its length with that."""
