@@ -91,12 +91,15 @@ class OwnText:
         device = self.draft.device
         model: Any = self.draft.model
         training = model.training
+        # Rotary positions that are computed go on beyond the context.
+        turns = any(hasattr(module, "inv_freq") for module in model.modules())
+        context = None if turns else self.draft.max_positions
         model.eval()
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(drawn.randrange(1 << 62))
             for start in range(0, count, self.generation_batch_size):
                 some = texts[start : start + self.generation_batch_size]
-                for part in _fitting(some, self.draft.max_positions):
+                for part in _fitting(some, context):
                     written += _continue(model, part, self.temperature)
         model.train(training)
         return written
@@ -114,7 +117,7 @@ def _fitting(
     texts: Sequence[tuple[list[int], int]], context: int | None
 ) -> list[Sequence[tuple[list[int], int]]]:
     """The same in parts, in order, each of which can be continued at once: all are until the
-    longest is done, also behind the longest prompt, and positions that are learnt have an end."""
+    longest is done, also behind the longest prompt, and a table of positions has an end."""
     longest = max(len(prompt) for prompt, _ in texts) + max(length for _, length in texts)
     if context is None or longest <= context or len(texts) == 1:
         return [texts]

@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from medusa_heads.config import IGNORED
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.data.own_text import OwnText
+from tests.conftest import TinyLlama
 from tests.training.conftest import VOCAB
 
 Rows = Callable[..., Dataset]
@@ -46,6 +47,22 @@ def test_own_text_ends_where_learnt_positions_do(make_rows: Rows) -> None:
     written = [*(own_text.batch(0, 0) or []), *(own_text.batch(1, 0) or [])]
     assert [len(row["input_ids"]) for row in written] == [40] * 16
     assert {row["labels"].count(IGNORED) for row in written} == {4, 36}
+
+
+def test_rotary_positions_go_on_and_all_rows_are_written_at_once(
+    tiny_llama: TinyLlama, make_rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = tiny_llama(vocab_size=VOCAB, max_position_embeddings=40)
+    rows = Dataset.from_list([*make_rows(3, 40), *make_rows(3, 40, prompt=36, seed=1)])
+    told: Any = {"share": 1.0, "refresh": 2, "batches_a_step": 1, "batch_size": 8}
+    own_text, generate, asked = OwnText(TargetModel(model), rows, **told), model.generate, []
+
+    def counted(ids_BT: Any, **more: Any) -> Any:
+        asked.append(len(ids_BT))
+        return generate(ids_BT, **more)
+
+    monkeypatch.setattr(model, "generate", counted)
+    assert own_text.batch(0, 0) and asked == [16]
 
 
 @pytest.mark.parametrize(
