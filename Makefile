@@ -23,8 +23,6 @@ LOWEST_STAMP := $(LOWEST_VENV)/.installed
 WORKERS ?= auto
 TESTS := -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-# Waiting worker threads sleep instead of spinning: on few cores spinning slows small models.
-export OMP_WAIT_POLICY := PASSIVE
 # Empty is unset: what Python and pytest make of the sources is kept. Else each process that a test
 # starts makes it anew, and each worker, in six seconds.
 export PYTHONDONTWRITEBYTECODE :=

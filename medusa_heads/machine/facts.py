@@ -16,8 +16,9 @@ import torch
 
 from medusa_heads.machine.container import processors_allowed
 
-ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
-"""Environment variables that keep torch from instructions which the processor has."""
+VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+"""Of the environment: which keep torch from instructions that the processor has, and which say how
+its threads wait."""
 
 _CPUINFO = Path("/proc/cpuinfo")
 # Those that decide how fast matrices are multiplied: of x86, then of ARM.
@@ -44,7 +45,7 @@ def _facts() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "torch": torch.__version__,
         "transformers": metadata.version("transformers"),
-        **{name: os.environ.get(name) for name in ISA_VARIABLES},
+        **{name: os.environ.get(name) for name in VARIABLES},
         **_gpu(),
     }
 

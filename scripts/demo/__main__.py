@@ -19,9 +19,9 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-# As commands have it (`run_command` says why); read when torch is loaded, so set before it is.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+from medusa_heads.cli.flags.environment import told_to_torch
+
+os.environ.update(told_to_torch())
 
 from rich.console import Console
 

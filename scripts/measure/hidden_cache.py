@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
-# Waiting threads sleep instead of spinning; read when torch is loaded, so set before it is.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+from medusa_heads.cli.flags.environment import told_to_torch
+
+os.environ.update(told_to_torch())
 
 import torch
 from datasets import Dataset

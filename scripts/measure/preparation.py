@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
-# Waiting threads sleep instead of spinning; read when torch is loaded, so set before it is.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+from medusa_heads.cli.flags.environment import told_to_torch
+
+os.environ.update(told_to_torch())
 
 import numpy as np
 import pyarrow as pa

@@ -66,7 +66,6 @@ def _settle(root: Path) -> None:
         os.environ["HF_HOME"] = str(root / "hf")
         os.environ["HF_HUB_OFFLINE"] = "1"
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 

@@ -23,6 +23,7 @@ from typing import Any, get_type_hints
 
 from medusa_heads.cli.choices import forget_choices
 from medusa_heads.cli.flags.config_file import read_config
+from medusa_heads.cli.flags.environment import told_to_torch
 from medusa_heads.cli.flags.parser import make_parser
 from medusa_heads.cli.flags.streams import usable_streams
 from medusa_heads.cli.flags.unknown_names import explain_flag
@@ -46,11 +47,7 @@ def run_command(main: Callable[[], object], *, prog: str = "medusa-heads") -> in
     becomes one sentence on stderr; with `MEDUSA_HEADS_TRACEBACK=1` it is raised as it is. Anything
     else is a fault of the program and keeps its traceback. This package's own warnings are
     sentences, too."""
-    # Read when torch is loaded, which commands do within. Waiting threads sleep and do not spin,
-    # which on busy cores slows small models tenfold. Large tensors lie in huge pages, which the
-    # kernel hands out sooner than as much in small ones.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    os.environ.update(told_to_torch())
     with usable_streams():
         return _run(main, prog)
 

@@ -10,21 +10,32 @@ from pathlib import Path
 import pytest
 
 from medusa_heads.cli.flags.arguments import run_command
+from medusa_heads.cli.flags.environment import told_to_torch
 
-_TOLD = {"OMP_WAIT_POLICY": "PASSIVE", "THP_MEM_ALLOC_ENABLE": "1"}
+_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
+_TOLD = {"THP_MEM_ALLOC_ENABLE": "1", **_WAITING}
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-@pytest.mark.parametrize(("variable", "value"), _TOLD.items())
+@pytest.mark.parametrize("variable", _TOLD)
 def test_a_variable_is_set_unless_the_user_has(
-    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+    variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str | None] = []
+    for name in _TOLD:
+        monkeypatch.delenv(name, raising=False)
+    run_command(lambda: seen.append(os.environ.get(variable)))
+    for name in _TOLD:
+        monkeypatch.delenv(name)
     monkeypatch.setenv(variable, "ours")
     run_command(lambda: seen.append(os.environ.get(variable)))
-    monkeypatch.delenv(variable)
-    run_command(lambda: seen.append(os.environ.get(variable)))
-    assert seen == ["ours", value]
+    assert seen == [_TOLD[variable], "ours"]
+
+
+def test_threads_of_a_user_who_says_how_they_wait_do_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert not _WAITING.keys() & told_to_torch().keys()
 
 
 @pytest.mark.slow
