@@ -30,7 +30,7 @@ def test_it_prints_what_a_report_needs(
     assert main(["env"]) == 0
     shown = capsys.readouterr().out
     assert f"torch {version('torch')}" in shown and "transformers " in shown
-    for name in ("cpu", "cores", "capability", "ONEDNN_MAX_CPU_ISA", "devices"):
+    for name in ("cpu", "cores", "capability", "ONEDNN_MAX_CPU_ISA", "GOMP_SPINCOUNT", "devices"):
         assert f"\n{name}: " in shown
     for purpose in USES.values():
         assert f"  {purpose}: " in shown
