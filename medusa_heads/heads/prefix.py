@@ -10,8 +10,6 @@ their width, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -45,25 +43,10 @@ class PrefixLayer(nn.Module):
             nn.init.zeros_(zeroed.weight)
 
     @torch.no_grad()
-    def attend_as(self, weights: Sequence[Tensor], heads: int, norm_D: Tensor) -> None:
-        """Take the queries [D, D], keys and values [a part of D, D] of a layer with rotary
-        positions and a norm before, whose heads are as wide or several times as wide. Of a wider
-        one there are several here, which each compare every so many-th pair of its numbers."""
-        width = len(norm_D) // self.num_attention_heads
-        wider = self.num_attention_heads // heads
-        query_AWD, keys_AWD, values_AWD = (
-            part_XD.unflatten(0, (-1, wider * width)).repeat_interleave(
-                heads * wider * width // len(part_XD), dim=0
-            )
-            for part_XD in weights
-        )
-        # Pairs lie half a head apart, and of more pairs the turns lie closer together.
-        of_pairs = [
-            part_AWD.unflatten(1, (2, -1, wider)).permute(0, 3, 1, 2, 4).flatten(0, 3)
-            for part_AWD in (query_AWD * wider**0.5, keys_AWD)
-        ]
-        self.query_key_value.weight.copy_(torch.cat([*of_pairs, values_AWD.flatten(0, 1)]))
-        self.attention_norm.weight.copy_(norm_D)
+    def attend_as(self, attention_3AED: Tensor) -> None:
+        """Take queries, keys and values, of what the norm before them has only divided."""
+        self.query_key_value.weight.copy_(attention_3AED.flatten(0, 2))
+        self.attention_norm.weight.fill_(1.0)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -125,7 +108,12 @@ class PrefixLayer(nn.Module):
     ) -> Tensor:
         """Whole texts at once, each position seeing itself and what came before: [B, T, D]. Packed
         documents do not see each other."""
-        x_BTD, end, mask = self.read(hidden_BTD, following_BTD), hidden_BTD.shape[1], None
+        x_BTD = self.read(hidden_BTD, following_BTD)
+        return self.finish(x_BTD, self.mix(x_BTD, position_ids_BT))
+
+    def mix(self, x_BTD: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
+        """What attention mixes of the inputs of whole texts, [B, A, T, E]."""
+        end, mask = x_BTD.shape[1], None
         slots_T = torch.arange(end, device=x_BTD.device)
         if position_ids_BT is None:
             position_ids_BT = slots_T.expand(len(x_BTD), -1)
@@ -134,10 +122,9 @@ class PrefixLayer(nn.Module):
             same_BTT = document_BT[:, :, None] == document_BT[:, None]
             mask = (same_BTT & (slots_T[:, None] >= slots_T))[:, None]
         query, keys, values = self.project(x_BTD, position_ids_BT, end)
-        mixed_BATE = F.scaled_dot_product_attention(
+        return F.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, is_causal=mask is None
         )
-        return self.finish(x_BTD, mixed_BATE)
 
     def keys_and_values(self, x_BTD: Tensor, positions_BT: Tensor, end: int) -> Tensor:
         """From what was read at some positions, [2, B, A, T, E]."""

@@ -2,13 +2,13 @@
 
 Head i says what the target says once it has read token t + 1 + i. The target's vocabulary matrix
 reads its own state there, and so a head comes close by making that state of what it reads: h_t and
-the embeddings of the tokens between. The best linear map for that needs no steps of training, only
-the sums of one pass over some text (docs/benchmarks/recipes.md, "Heads that begin with least
-squares").
+the embeddings of the tokens between; with a prefix layer also what its attention mixes of the text.
+The best linear map for that needs no steps of training, only the sums of one pass over some text
+(docs/benchmarks/recipes.md, "Heads that begin with least squares").
 
 Shapes: B batch, T tokens, N = B * T positions, R of them that teach all heads, K heads, S = K + 1,
 D hidden, X columns of hidden states with features, C columns of all that heads read (one that is
-always 1, h_t, embeddings), E = K * D.
+always 1, h_t, what is mixed, embeddings), L of them up to token t + 1, E = K * D.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from medusa_heads.config import IGNORED
 from medusa_heads.heads import DraftHeads, HydraHeads
+from medusa_heads.heads.prefix import PrefixLayer
 from medusa_heads.training.loss.rows import supervised_rows
 
 ROWS_A_COLUMN = 20
@@ -35,7 +36,10 @@ FEWEST_ROWS_A_COLUMN = 0.5
 # rows a column.
 RIDGE = 0.3
 
-RIDGE_OF_TOKEN = 0.01
+RIDGE_OF_SHARED = 0.01
+
+DECAY = 0.8
+"""Of what each further head counts for the layer before all of them."""
 
 NUMBERS_AT_ONCE = 1 << 26
 
@@ -46,9 +50,14 @@ def begins_with_least_squares(heads: DraftHeads) -> bool:
 
 
 def columns(heads: DraftHeads) -> int:
-    """C: of h_t, of each token's embedding that any head or the layer before it reads, and one."""
+    """C: of h_t, of what is mixed, of each token's embedding that any head or the layer before it
+    reads, and one."""
     assert heads.config.hidden_size is not None
-    return 1 + heads.config.hidden_size * (1 + _tokens(heads))
+    return 1 + heads.config.hidden_size * (1 + int(_mixes(heads)) + _tokens(heads))
+
+
+def _mixes(heads: DraftHeads) -> bool:
+    return isinstance(heads.prefix, PrefixLayer)
 
 
 def _tokens(heads: DraftHeads) -> int:
@@ -88,6 +97,12 @@ class _Sums:
         self._read_CC = torch.zeros(size, size, device=device)
         self._made_CE = torch.zeros(size, self._width * heads.config.num_heads, device=device)
         self._rows = torch.zeros((), device=device)
+        # Of every second text alone, what the first head and the layer read, and should make of it.
+        lead = 1 + 3 * self._width if _mixes(heads) else 0
+        self._half_LL = torch.zeros(lead, lead, device=device)
+        self._half_LD = torch.zeros(lead, self._width, device=device)
+        self._half_rows = torch.zeros((), device=device)
+        self._batches = 0
         self._at_once = max(NUMBERS_AT_ONCE // sum(self._made_CE.shape), 1)
 
     def add(self, hidden_BTX: Tensor, inputs: Mapping[str, Any]) -> None:
@@ -99,55 +114,148 @@ class _Sums:
         state_ND = hidden_BTX[..., -self._width :].flatten(0, 1)
         places_RS = rows.positions_R[whole_R, None] + torch.arange(heads + 1, device=whole_R.device)
         finite_N = state_ND.sum(dim=1, dtype=torch.float32).isfinite()
+        mixed_ND = self._mixed(hidden_BTX[..., -self._width :], positions_BT)
         known_R = finite_N[places_RS].all(dim=1)
+        if mixed_ND is not None:
+            known_R &= mixed_ND.sum(dim=1)[places_RS[:, 0]].isfinite()
         places_RS, tokens_RK = places_RS[known_R], rows.tokens_RK[whole_R][known_R]
         self._rows += len(places_RS)
-        for part_RS, drafted_RK in zip(
-            places_RS.split(self._at_once), tokens_RK.split(self._at_once), strict=True
+        self._batches += 1
+        half_R = (places_RS[:, 0] // ids_BT.shape[1] + self._batches) % 2 == 0
+        self._half_rows += half_R.sum()
+        for part_RS, drafted_RK, of_half_R in zip(
+            *(each.split(self._at_once) for each in (places_RS, tokens_RK, half_R)), strict=True
         ):
             parts = [state_ND[part_RS[:, 0]].float()]
+            if mixed_ND is not None:
+                parts.append(mixed_ND[part_RS[:, 0]])
             if tokens:
                 parts.append(self.heads.embed(drafted_RK[:, :tokens]).flatten(1).float())
             read_RC = F.pad(torch.cat(parts, dim=1), (1, 0), value=1.0)
             self._read_CC.addmm_(read_RC.T, read_RC)
-            self._made_CE.addmm_(read_RC.T, state_ND[part_RS[:, 1:]].flatten(1).float())
+            made_RE = state_ND[part_RS[:, 1:]].flatten(1).float()
+            self._made_CE.addmm_(read_RC.T, made_RE)
+            if lead := len(self._half_LL):
+                read_RL = read_RC[of_half_R, :lead]
+                self._half_LL.addmm_(read_RL.T, read_RL)
+                self._half_LD.addmm_(read_RL.T, made_RE[of_half_R, : self._width])
+
+    def _mixed(self, state_BTD: Tensor, positions_BT: Tensor | None) -> Tensor | None:
+        """What the attention of a layer before the heads mixes at each position [N, D]."""
+        if not _mixes(self.heads):
+            return None
+        layer: PrefixLayer = self.heads.prefix
+        mixed_BATE = layer.mix(state_BTD.to(layer.dtype), positions_BT)
+        return mixed_BATE.transpose(1, 2).flatten(2).flatten(0, 1).float()
 
     def join(self) -> int:
         """Add up those of all processes; how many rows they are."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            for sums in (self._read_CC, self._made_CE, self._rows):
+            halves = self._half_LL, self._half_LD, self._half_rows
+            for sums in (self._read_CC, self._made_CE, self._rows, *halves):
                 dist.all_reduce(sums)
         return int(self._rows)
 
     def solve(self, rows: int) -> bool:
-        """Give the heads their maps; whether there are such. What a head reads is the beginning of
-        what the next one reads, and so the triangle of the last one's sums holds those of all."""
-        diagonal_C = self._read_CC.diagonal()
-        diagonal_C += (diagonal_C * RIDGE * len(diagonal_C) / rows).clamp_min(1e-6)
-        factor_CC, failed = torch.linalg.cholesky_ex(self._read_CC)
-        del self._read_CC
-        if failed:
+        """Give the heads their maps; whether there are such."""
+        return (not _mixes(self.heads) or self._attend(rows)) and self._solve(rows)
+
+    def _attend(self, rows: int) -> bool:
+        """Let the layer hand to all heads what they should make of what it mixes, where that tells
+        anything, and count its sums to those of h_t; whether there are maps of it."""
+        width, out_DD = self._width, self.heads.prefix.attention_out.weight
+        if self._mixed_tells(rows):
+            maps = self._maps(rows)
+            if maps is None:
+                return False
+            of_state, of_mixed = slice(1, 1 + width), slice(1 + width, 1 + 2 * width)
+            counted = [map_CD * DECAY**i for i, map_CD in enumerate(maps)]
+            out_DD.copy_(
+                _shared([each[of_state] for each in counted], [each[of_mixed] for each in counted])
+            )
+        self._read_CC = _folded(_folded(self._read_CC, out_DD).T, out_DD).T
+        self._made_CE = _folded(self._made_CE, out_DD)
+        return True
+
+    def _mixed_tells(self, rows: int) -> bool:
+        """Whether the first head, by each half of the texts, makes more of the next state in the
+        other half with what is mixed than without. Of little text, or of a target whose attention
+        tells nothing more, it learns its text by heart."""
+        width, lead, in_half = self._width, len(self._half_LL), int(self._half_rows)
+        halves = (
+            (self._half_LL, self._half_LD, in_half),
+            (
+                self._read_CC[:lead, :lead] - self._half_LL,
+                self._made_CE[:lead, :width] - self._half_LD,
+                rows - in_half,
+            ),
+        )
+        known_L = torch.arange(lead, device=self._half_LL.device)
+        errors = []
+        for kept_L in (known_L, torch.cat([known_L[: 1 + width], known_L[1 + 2 * width :]])):
+            error = 0.0
+            for (read_LL, made_LD, count), (other_LL, other_LD, _) in (halves, halves[::-1]):
+                factor_LL, failed = _ridged(read_LL[kept_L][:, kept_L], max(count, 1))
+                if failed:
+                    return False
+                map_LD = torch.cholesky_solve(made_LD[kept_L], factor_LL)
+                squares_LD = other_LL[kept_L][:, kept_L] @ map_LD - 2 * other_LD[kept_L]
+                error += float((map_LD * squares_LD).sum())
+            errors.append(error)
+        return errors[0] < errors[1]
+
+    def _solve(self, rows: int) -> bool:
+        maps = self._maps(rows)
+        if maps is None:
             return False
-        linears, maps = [head[0].res_connection for head in self.heads.heads()], []
-        for made_CD, linear in zip(self._made_CE.split(self._width, dim=1), linears, strict=True):
-            own = 1 + linear.in_features if self.heads.reads_drafts else len(factor_CC)
-            maps.append(torch.cholesky_solve(made_CD[:own], factor_CC[:own, :own]))
-        if not all(bool(map_CD.isfinite().all()) for map_CD in maps):
-            return False
+        linears = [head[0].res_connection for head in self.heads.heads()]
         for linear, map_CD in zip(linears, maps, strict=True):
             linear.bias.copy_(map_CD[0])
             linear.weight.copy_(map_CD[1 : 1 + linear.in_features].T)
         if self.heads.prefix is not None and not self.heads.reads_drafts:
-            self._share_token([map_CD[1:].chunk(2) for map_CD in maps])
+            of_state, of_token = zip(*(map_CD[1:].chunk(2) for map_CD in maps), strict=True)
+            self.heads.prefix.token.weight.copy_(_shared(of_state, of_token))
         return True
 
-    def _share_token(self, maps: Sequence[Sequence[Tensor]]) -> None:
-        """What heads should make of token t + 1, and a layer reads for all of them: what comes
-        closest to that behind their maps of h_t."""
-        of_state_DX = torch.cat([of_state_DD for of_state_DD, _ in maps], dim=1)
-        of_token_DX = torch.cat([of_token_DD for _, of_token_DD in maps], dim=1)
-        products_DD = of_state_DX @ of_state_DX.T
-        diagonal_D = products_DD.diagonal()
-        diagonal_D += RIDGE_OF_TOKEN * diagonal_D.mean()
-        wanted_DD = torch.linalg.solve(products_DD, of_state_DX @ of_token_DX.T)
-        self.heads.prefix.token.weight.copy_(wanted_DD)
+    def _maps(self, rows: int) -> list[Tensor] | None:
+        """Of all that each head reads, [C, D]; None where there are no such. What a head reads is
+        the beginning of what the next one reads, and so the triangle of the last one's sums holds
+        those of all."""
+        factor_CC, failed = _ridged(self._read_CC, rows)
+        if failed:
+            return None
+        further = self._width * (self.heads.config.num_heads - 1) * self.heads.reads_drafts
+        maps = []
+        for i, made_CD in enumerate(self._made_CE.split(self._width, dim=1)):
+            own = len(factor_CC) - further + i * self._width * self.heads.reads_drafts
+            maps.append(torch.cholesky_solve(made_CD[:own], factor_CC[:own, :own]))
+        return maps if all(bool(map_CD.isfinite().all()) for map_CD in maps) else None
+
+
+def _ridged(sums_CC: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """The triangle of sums with the ridge, and whether there is none."""
+    diagonal_C = sums_CC.diagonal()
+    ridge_C = (diagonal_C * RIDGE * len(diagonal_C) / rows).clamp_min(1e-6)
+    diagonal_C += ridge_C
+    factor_CC, failed = torch.linalg.cholesky_ex(sums_CC)
+    diagonal_C -= ridge_C
+    return factor_CC, failed
+
+
+def _shared(of_state: Sequence[Tensor], of_other: Sequence[Tensor]) -> Tensor:
+    """The weight [D, D] of what a layer adds to h_t, so that heads make of it by their maps of h_t
+    what comes closest to their maps of something else, each [D, D]."""
+    of_state_DX, of_other_DX = torch.cat([*of_state], dim=1), torch.cat([*of_other], dim=1)
+    products_DD = of_state_DX @ of_state_DX.T
+    diagonal_D = products_DD.diagonal()
+    diagonal_D += RIDGE_OF_SHARED * diagonal_D.mean()
+    return torch.linalg.solve(products_DD, of_state_DX @ of_other_DX.T)
+
+
+def _folded(sums_CX: Tensor, out_DD: Tensor) -> Tensor:
+    """Sums of rows in which h_t has taken up what the layer adds to it."""
+    width = len(out_DD)
+    one_1X, state_DX, mixed_DX, rest_X = sums_CX.split(
+        [1, width, width, len(sums_CX) - 1 - 2 * width]
+    )
+    return torch.cat([one_1X, state_DX + out_DD @ mixed_DX, rest_X])

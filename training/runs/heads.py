@@ -33,7 +33,8 @@ from medusa_heads.training.data.draft_vocabulary import DraftVocabulary, choose_
 from medusa_heads.training.hidden.cache_setup import open_hidden_states
 from medusa_heads.training.hidden.launched import launched_sharding
 from medusa_heads.training.hidden.sharding import in_all, is_sharded
-from medusa_heads.training.measure.beginning import attend_as_target, fit_fresh, scale_fresh
+from medusa_heads.training.measure.attention import attend_as_target
+from medusa_heads.training.measure.beginning import fit_fresh, scale_fresh
 from medusa_heads.training.measure.calibration import calibrate, calibration_figures
 from medusa_heads.training.measure.metrics import rank_statistics
 from medusa_heads.training.measure.report import make_report, write_report

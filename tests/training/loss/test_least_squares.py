@@ -19,8 +19,9 @@ from medusa_heads.training.arguments.training import OptimisationArguments, to_t
 from medusa_heads.training.data.pack import hidden_of
 from medusa_heads.training.loss.heads import batch_loss
 from medusa_heads.training.loss.least_squares import (
+    DECAY,
     RIDGE,
-    RIDGE_OF_TOKEN,
+    RIDGE_OF_SHARED,
     begins_with_least_squares,
     columns,
     fit_linear,
@@ -55,41 +56,106 @@ def read(target: TargetModel, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[s
     return target.hidden(inputs["input_ids"]), inputs
 
 
+PartsOf = Callable[[Tensor], list[Tensor]]
+
+
+def states(hidden_TD: Tensor) -> list[Tensor]:
+    return [hidden_TD]
+
+
 def pairs(
-    target: TargetModel, heads: DraftHeads, head: int, tokens: int, documents: list[Tensor]
+    target: TargetModel,
+    heads: DraftHeads,
+    head: int,
+    tokens: int,
+    documents: list[Tensor],
+    parts_of: PartsOf,
 ) -> tuple[Tensor, Tensor]:
     """What a head reads and what it should make of it, position by position, of whole documents
     whose first five tokens are a prompt."""
     read, made = [], []
     for ids_T in documents:
         hidden_TD = target.hidden(ids_T[None])[0]
+        parts = parts_of(hidden_TD)
         for t in range(4, len(ids_T) - K - 1):
-            parts = [torch.ones(1), hidden_TD[t]]
+            row = [torch.ones(1), *(part_TD[t] for part_TD in parts)]
             if tokens:
-                parts.append(heads.embed(ids_T[t + 1 : t + 1 + tokens]).flatten())
-            read.append(torch.cat(parts))
+                row.append(heads.embed(ids_T[t + 1 : t + 1 + tokens]).flatten())
+            read.append(torch.cat(row))
             made.append(hidden_TD[t + 1 + head])
     return torch.stack(read).double(), torch.stack(made).double()
 
 
 def expected_maps(
-    target: TargetModel, heads: DraftHeads, tokens: list[int], documents: list[Tensor]
+    target: TargetModel,
+    heads: DraftHeads,
+    tokens: list[int],
+    documents: list[Tensor],
+    parts_of: PartsOf = states,
 ) -> list[Tensor]:
     """Of each head by ridge regression of augmented rows, which shares nothing with sums and their
-    triangles: the map of 1, of h_t and of as many tokens as it reads, [C, D]."""
+    triangles: the map of 1, of h_t and what else is there at t, and of as many tokens as it reads,
+    [C, D]."""
     maps = []
     for i, read_tokens in enumerate(tokens):
-        read_RC, made_RD = pairs(target, heads, i, read_tokens, documents)
-        share = RIDGE * columns(heads) / len(read_RC)
-        ridge_CC = (read_RC.square().sum(dim=0) * share).sqrt().diag()
+        read_RC, made_RD = pairs(target, heads, i, read_tokens, documents, parts_of)
+        most = read_RC.shape[1] + WIDTH * (max(tokens) - read_tokens)
+        ridge_CC = (read_RC.square().sum(dim=0) * RIDGE * most / len(read_RC)).sqrt().diag()
         zeros_CD = torch.zeros(len(ridge_CC), WIDTH, dtype=torch.float64)
         augmented = torch.cat([read_RC, ridge_CC]), torch.cat([made_RD, zeros_CD])
         maps.append(torch.linalg.lstsq(*augmented).solution)
     return maps
 
 
+def shared(maps: list[Tensor], of_other: slice) -> Tensor:
+    """The weight of what a layer adds to h_t, by which the heads' maps of that come closest to
+    their maps of something else, [D, D]."""
+    stacked_XD = torch.cat([map_CD[1 : 1 + WIDTH].T for map_CD in maps])
+    ridge = (RIDGE_OF_SHARED * stacked_XD.square().sum() / WIDTH).sqrt()
+    stacked_XD = torch.cat([stacked_XD, ridge * torch.eye(WIDTH, dtype=torch.float64)])
+    wanted = [map_CD[of_other].T for map_CD in maps] + [torch.zeros(WIDTH, WIDTH).double()]
+    return torch.linalg.lstsq(stacked_XD, torch.cat(wanted)).solution
+
+
+def behind_attention(
+    target: TargetModel, heads: DraftHeads, tokens: list[int], documents: list[Tensor]
+) -> tuple[Tensor, PartsOf]:
+    """What attention's output begins with [D, D], and h_t with what it adds to that: nothing, where
+    maps of one half of the documents make less of the other half with what is mixed."""
+
+    def with_mixed(hidden_TD: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            mixed_BATE = heads.prefix.mix(hidden_TD[None])
+        return [hidden_TD, mixed_BATE[0].transpose(0, 1).flatten(1)]
+
+    halves, errors = (documents[::2], documents[1::2]), []
+    for parts_of in (with_mixed, states):
+        error = 0.0
+        for learnt, other in (halves, halves[::-1]):
+            (map_CD,) = expected_maps(target, heads, [1], learnt, parts_of)
+            read_RC, made_RD = pairs(target, heads, 0, 1, other, parts_of)
+            error += float((read_RC @ map_CD - made_RD).square().sum())
+        errors.append(error)
+    out_DD = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
+    if errors[0] < errors[1]:
+        maps = expected_maps(target, heads, tokens, documents, with_mixed)
+        counted = [DECAY**i * map_CD for i, map_CD in enumerate(maps)]
+        out_DD = shared(counted, slice(1 + WIDTH, 1 + 2 * WIDTH))
+
+    def added(hidden_TD: Tensor) -> list[Tensor]:
+        state_TD, mixed_TD = with_mixed(hidden_TD)
+        return [state_TD + mixed_TD @ out_DD.T.float()]
+
+    return out_DD, added
+
+
 def check(target: TargetModel, heads: DraftHeads, documents: list[Tensor]) -> None:
-    for i, expected_CD in enumerate(expected_maps(target, heads, [1, 2, 3], documents)):
+    tokens = [1, 2, 3]
+    parts_of: PartsOf = states
+    if heads.prefix is not None:
+        out_DD, parts_of = behind_attention(target, heads, tokens, documents)
+        assert_near(heads.prefix.attention_out.weight.double(), out_DD)
+    for i, expected_CD in enumerate(expected_maps(target, heads, tokens, documents, parts_of)):
         assert_near(found_map(heads, i), expected_CD)
 
 
@@ -110,27 +176,29 @@ def test_the_maps_are_those_of_ridge_regression(
     reads = target.with_features(heads.config.features)
     halves = [{name: part_BT[at] for name, part_BT in whole.items()} for at in HALVES]
     assert fit_linear(heads, [read(reads, half) for half in halves]) == 12 * (32 - K - 5)
+    assert heads.prefix is None or heads.prefix.attention_out.weight.any()
     check(target, heads, list(whole["input_ids"]))
 
 
 @pytest.mark.parametrize("prefix_attention", [False, True])
 def test_medusa_heads_get_their_share(target: TargetModel, prefix_attention: bool) -> None:
     """Without a layer before them maps of h_t alone. With one, maps of h_t beside token t + 1; what
-    they should make of the token, the layer hands to all of them as well as it can."""
+    they should make of the token, the layer hands to all of them as well as it can. What attention
+    mixes of this text tells nothing."""
     settings: Any = {"linear_shortcut": True, "prefix_attention": prefix_attention}
     heads, whole = new_heads(target, HeadsConfig(num_heads=K, **settings)), text(60)
     fit_linear(heads, [read(target, whole)])
-    tokens = [int(prefix_attention)] * K
-    maps = expected_maps(target, heads, tokens, list(whole["input_ids"]))
+    tokens, documents = [int(prefix_attention)] * K, list(whole["input_ids"])
+    parts_of: PartsOf = states
+    if prefix_attention:
+        out_DD, parts_of = behind_attention(target, heads, tokens, documents)
+        assert not out_DD.any() and not heads.prefix.attention_out.weight.any()
+    maps = expected_maps(target, heads, tokens, documents, parts_of)
     for i, expected_CD in enumerate(maps):
         assert_near(found_map(heads, i), expected_CD[: 1 + WIDTH])
     if prefix_attention:
-        stacked_XD = torch.cat([map_CD[1 : 1 + WIDTH].T for map_CD in maps])
-        ridge = (RIDGE_OF_TOKEN * stacked_XD.square().sum() / WIDTH).sqrt()
-        stacked_XD = torch.cat([stacked_XD, ridge * torch.eye(WIDTH, dtype=torch.float64)])
-        wanted = [map_CD[1 + WIDTH :].T for map_CD in maps] + [torch.zeros(WIDTH, WIDTH).double()]
-        expected_DD = torch.linalg.lstsq(stacked_XD, torch.cat(wanted)).solution
-        assert_near(heads.prefix.token.weight.double(), expected_DD)
+        token_DD = shared(maps, slice(1 + WIDTH, None))
+        assert_near(heads.prefix.token.weight.double(), token_DD)
 
 
 def test_heads_without_a_shortcut_have_no_such_beginning(target: TargetModel) -> None:

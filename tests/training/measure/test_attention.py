@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import DraftHeads, new_heads
 from medusa_heads.target.target import TargetModel
-from medusa_heads.training.measure.beginning import attend_as_target
+from medusa_heads.training.measure.attention import attend_as_target
 from tests.conftest import TinyLlama
 
 WIDTH, LENGTH = 128, 9
@@ -68,7 +68,8 @@ def test_wider_heads_are_shared_out(tiny_llama: TinyLlama) -> None:
     target = of_width(tiny_llama, 1, 1)
     heads = fresh(target)
     assert heads.prefix.num_attention_heads == 2 and attend_as_target(heads, target.model)
-    attention, norm = target.model.model.layers[-1].self_attn, heads.prefix.attention_norm
+    last = target.model.model.layers[-1]
+    attention, norm = last.self_attn, last.input_layernorm
     x_BTD = torch.randn(1, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
     first_BT = torch.zeros(1, LENGTH, dtype=torch.long)
     query_BATE, keys_BATE, values_BATE = heads.prefix.project(x_BTD, first_BT, LENGTH)
@@ -131,9 +132,9 @@ def test_norms_of_every_form_are_read(tiny_llama: TinyLlama) -> None:
         target.model.model.layers[-1].input_layernorm = each
         heads = fresh(target)
         assert attend_as_target(heads, target.model)
-        torch.testing.assert_close(
-            heads.prefix.attention_norm.weight, scales_D, rtol=1e-3, atol=1e-3
-        )
+        values_DD = heads.prefix.query_key_value.weight[2 * WIDTH :]
+        expected_DD = target.model.model.layers[-1].self_attn.v_proj.weight * scales_D
+        torch.testing.assert_close(values_DD, expected_DD, rtol=1e-3, atol=1e-3)
 
 
 @torch.no_grad()
