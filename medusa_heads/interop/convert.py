@@ -33,7 +33,7 @@ from medusa_heads.interop.decoders import (
     check_unquantised,
     without_prefix,
 )
-from medusa_heads.interop.formats import DECODERS, FORMATS, Layout, find
+from medusa_heads.interop.formats import DECODERS, FORMATS, Layout, find, without_heads
 from medusa_heads.interop.layout import heads_config, read_heads, shared_matrix
 from medusa_heads.interop.source import Source, open_source
 from medusa_heads.interop.target_files import TargetVocabulary, read_target, write_model
@@ -168,10 +168,7 @@ def convert_heads(
     )
     with staged(folder) as made:
         if extract_target:
-            form = FORMATS[source_format]
-            rest = {key: said for key, said in found.config.items() if key not in form.marks}
-            names = [name for name in found.files if not name.startswith(form.prefix)]
-            write_model(made / TARGET_FOLDER, found, names, rest, {})
+            write_model(made / TARGET_FOLDER, found, *without_heads(found), {})
         write_stored(made, stored)
     return Converted(folder, source_format, stored, (*layout.notices, *_of_target(stored)))
 

@@ -21,7 +21,7 @@ from medusa_heads.checkpoint.stored_heads import DRAFT_TOKENS, StoredHeads
 from medusa_heads.checkpoint.tensor_file import write_tensors
 from medusa_heads.interop import ReadFormat, WrittenFormat, block, eagle3, gguf_file
 from medusa_heads.interop.fits import ENGINES, HANDED_ON, KINDS
-from medusa_heads.interop.formats import FORMATS
+from medusa_heads.interop.formats import FORMATS, without_heads
 from medusa_heads.interop.gguf_target import TargetFile
 from medusa_heads.interop.source import open_source
 from medusa_heads.interop.target_files import write_model
@@ -222,4 +222,5 @@ class Outgoing:
             )
         source = open_source(str(name), revision=target.get("revision"), model=True)
         said = {"medusa": {"num_medusa_heads": self.config.num_heads, "num_medusa_layers": 1}}
-        write_model(folder, source, source.files, source.config | said, heads)
+        names, config = without_heads(source)
+        write_model(folder, source, names, config | said, heads)

@@ -246,6 +246,16 @@ def find(source: Source, name: ReadFormat) -> Layout:
     return layout
 
 
+def without_heads(source: Source) -> tuple[list[str], dict[str, Any]]:
+    """The names of a whole model's tensors, and its configuration, without what they hold of heads
+    that lie in it."""
+    there = [form for form in FORMATS.values() if form.prefix and form.recognises(source)]
+    prefixes = tuple(form.prefix for form in there)
+    marks = {key for form in there for key in form.marks}
+    names = [name for name in source.files if not name.startswith(prefixes)]
+    return names, {key: said for key, said in source.config.items() if key not in marks}
+
+
 def _places(layout: Layout) -> set[str]:
     return {ours.split(".")[1] for ours in layout.names} - {"out"}
 

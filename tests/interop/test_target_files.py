@@ -67,6 +67,28 @@ def test_code_of_its_own_goes_with_a_model(merged: Path, tmp_path: Path) -> None
     assert {path.name for path in whole.folder.glob("*.py")} == set(CODE)
 
 
+@pytest.mark.parametrize("prefix", ["medusa_head.", "medusa_heads."])
+def test_heads_in_a_target_do_not_stay_beside_others(
+    tmp_path: Path, target: Path, prefix: str
+) -> None:
+    """Heads that are converted without --extract_target name the model that they lay in."""
+    said: dict[str, dict[str, object]] = {
+        "medusa_head.": {"medusa_num_heads": 3, "medusa_num_layers": 1},
+        "medusa_heads.": {"medusa": {"num_medusa_heads": 3, "num_medusa_layers": 1}},
+    }
+    whole, two = tmp_path / "whole", native_tensors(2)
+    layouts.whole_model(whole, target, native_tensors(3), prefix, said[prefix])
+    heads = layouts.fasterdecoding_pt(tmp_path / "two", two, base_model_name_or_path=str(whole))
+    ours = convert_heads(heads, tmp_path / "ours", target=str(whole)).folder
+    export_heads(ours, tmp_path / "one", "modelopt")
+    files = (tmp_path / "one").glob("*.safetensors")
+    names = {name for file in files for name in load_file(file)}
+    assert {name for name in names if "medusa" in name} == {f"medusa_heads.{name}" for name in two}
+    assert "medusa_num_heads" not in json.loads((tmp_path / "one" / "config.json").read_text())
+    again = convert_heads(tmp_path / "one", tmp_path / "again")
+    layouts.assert_same_bits(again.stored.tensors, two)
+
+
 def test_vocabularies_and_processors_of_all_kinds_go_with_a_model(
     merged: Path, tmp_path: Path
 ) -> None:
