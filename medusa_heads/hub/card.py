@@ -96,7 +96,8 @@ def _summary(config: HeadsConfig, sidecar: Mapping[str, Any], with_matrix: bool)
         if config.draft_vocab_size
         else f"all {config.vocab_size} tokens"
     )
-    matrix = "the target's own" if config.vocab_matrix == "shared" else "one for each head"
+    own = "one for each head" if config.num_blocks else "one for all heads"
+    matrix = "the target's own" if config.vocab_matrix == "shared" else own
     form = f"kind `{config.kind}`"
     if config.features:
         form += f", reading layers {', '.join(map(str, config.features))} of the target"

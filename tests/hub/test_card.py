@@ -271,6 +271,8 @@ def test_what_export_refuses_is_no_advice(
     assert f"--to {to}\n" not in card and '"method": "medusa"' not in card
     assert "TGI cannot hold" in card and "text-generation-launcher" not in card
     assert why in card and ("MedusaProposer" in card) == (to == "vllm")
+    assert ("matrix: one for each head" in card) == (to == "vllm")
+    assert ("matrix: one for all heads" in card) == ("vocab_matrix" in config and to != "vllm")
 
 
 def test_heads_of_an_adapter_say_so_and_take_it_along(
