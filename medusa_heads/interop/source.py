@@ -73,7 +73,7 @@ class Source:
 
     def find(self, file: str) -> Path | None:
         """The path of a file, fetched if need be; None where there is no such file."""
-        if Path(file).name != file:  # an index may be anyone's
+        if Path(file).name != file or file in ("", ".."):  # an index may be anyone's
             raise ValueError(f"{self.place!r} names a file outside its folder: {file!r}")
         if self.folder is not None:
             path = self.folder / file

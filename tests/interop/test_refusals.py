@@ -210,10 +210,11 @@ def test_a_pickle_of_other_things(tmp_path: Path) -> None:
     assert "other things than tensors" in refused(source, tmp_path)
 
 
-def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["../secret.safetensors", "..", ""])
+def test_an_index_cannot_lead_out_of_its_folder(file: str, tmp_path: Path) -> None:
     save_file(native_tensors(2), tmp_path / "secret.safetensors")
     layouts.write_config(tmp_path / "source", {})
-    index = {"weight_map": {"medusa_head.0.0.linear.weight": "../secret.safetensors"}}
+    index = {"weight_map": {"medusa_head.0.0.linear.weight": file}}
     (tmp_path / "source" / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "outside its folder" in refused(tmp_path / "source", tmp_path)
 
