@@ -233,7 +233,8 @@ def _features(
     notices: list[str],
 ) -> list[int] | None:
     """The layers whose outputs are read; None for the last hidden state alone."""
-    if not nested.get("use_aux_hidden_state", True):
+    read = nested.get("use_aux_hidden_state")
+    if read is not None and not read:
         return None
     key = "eagle_aux_hidden_state_layer_ids"
     into = source.config.get(key)

@@ -221,13 +221,14 @@ def test_null_is_what_is_not_said(tmp_path: Path, target: Path) -> None:
     for name in ("k_proj", "v_proj"):
         tensors[f"midlayer.self_attn.{name}.weight"] = torch.ones(HEADS * WIDTH, 2 * D)
     unsaid = {key: value for key, value in eagle3_config().items() if key not in keys}
-    shapes = []
-    for number, said in enumerate((unsaid, unsaid | dict.fromkeys(keys))):
+    null = unsaid | dict.fromkeys(keys) | {"eagle_config": {"use_aux_hidden_state": None}}
+    configs = []
+    for number, said in enumerate((unsaid, null)):
         source = written(tmp_path / f"theirs {number}", tensors, said)
         made = convert_heads(source, tmp_path / f"ours {number}", target=str(target))
-        shapes.append(made.stored.config.decoder)
-    assert shapes[0] == shapes[1] and shapes[0] is not None
-    assert shapes[0].num_key_value_heads == HEADS
+        configs.append(made.stored.config)
+    assert configs[0] == configs[1] and configs[0].decoder is not None
+    assert configs[0].decoder.num_key_value_heads == HEADS
 
 
 def test_the_length_of_before_may_stand_beside_the_positions(tmp_path: Path, target: Path) -> None:
