@@ -12,6 +12,7 @@ from medusa_heads.cli.verbs.calibrate import CalibrateArguments, calibrate
 from medusa_heads.config import HeadsConfig
 from medusa_heads.data.finding import find_names
 from medusa_heads.interop import ReadFormat
+from medusa_heads.masking import without_passwords
 from medusa_heads.settings import flag
 from medusa_heads.shared_flags import MatrixFlag, RemoteCodeFlag
 
@@ -48,7 +49,7 @@ def convert(arguments: ConvertArguments) -> None:
     converted = convert_heads(**given)
     print(f"{converted.format}: {_describe(converted.stored.config)}")
     for notice in converted.notices:
-        print(f"note: {notice}")
+        print(f"note: {without_passwords(notice)}")  # it may quote what a stranger's file names
     print(f"written to {converted.folder}")
     if not arguments.corpus:
         return

@@ -122,6 +122,15 @@ def test_heads_that_cannot_be_measured_are_converted_all_the_same(
     assert read_stored(heads).statistics is None
 
 
+def test_a_password_in_the_name_of_a_target_is_not_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = {"base_model_name_or_path": "https://me:hunter2@hub.example/a/b"}
+    old = layouts.fasterdecoding_pt(tmp_path / "old", native_tensors(2), **named)
+    assert main(["convert", str(old), str(tmp_path / "heads")]) == 0
+    assert "the target is 'https://***@hub.example/a/b'" in capsys.readouterr().out
+
+
 def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", DOCS, flags=re.DOTALL)
 
