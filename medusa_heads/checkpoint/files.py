@@ -131,6 +131,7 @@ def write_json(path: Path, content: Any) -> None:
 def empty_folder(folder: str | os.PathLike[str]) -> Path:
     """The path of a folder that is to be written, absolute, links followed. Raises ValueError:
     something stands there already, or nothing may be written there."""
+    check_folder(folder)
     path = expanded(folder).resolve()
     for place in (path, path.parent):
         remove_leftovers(place)

@@ -89,3 +89,10 @@ def test_an_empty_folder_may_stand_where_nothing_else_may(
     monkeypatch.setattr(os, "access", lambda place, rights: place != tmp_path)
     write(empty_folder(tmp_path / "out"))
     assert names(tmp_path / "out") == sorted(NAMES)
+
+
+def test_an_empty_name_is_not_where_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell makes it of a variable that is not set."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="expected a folder, got an empty name"):
+        empty_folder("")
