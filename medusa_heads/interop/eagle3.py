@@ -79,6 +79,8 @@ def written(
     } | vocabulary_tensors(stored, matrix_VD)
     features = list(config.features or ())
     layers = layer_settings(config, shape, "llama")
+    if config.logit_scale != 1:
+        layers["logit_scale"] = config.logit_scale
     said: dict[str, Any] = {
         "norm_before_residual": shape.norm_before_residual,
         "norm_output": shape.norm_output,
@@ -169,9 +171,11 @@ def read(
         notices.append(
             "fc.weight is left out: the last hidden state is read (use_aux_hidden_state)"
         )
+    scale = one_of_said((*said, layers), "logit_scale")
     config = HeadsConfig(
         kind="eagle3",
         num_heads=steps_said(source, notices),
+        logit_scale=1.0 if scale is None else scale,
         vocab_matrix="shared" if drafted is None else "own",
         draft_vocab_size=drafted if "d2t" in source.files else None,
         features=features,

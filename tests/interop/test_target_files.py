@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConf
 
 from medusa_heads import HeadsConfig, TargetModel, new_heads
 from medusa_heads.checkpoint.checkpoint import save_heads
+from medusa_heads.interop import WrittenFormat
 from medusa_heads.interop.convert import convert_heads
 from medusa_heads.interop.export import export_heads
 from scripts.prove.seeing.models import build
@@ -185,6 +186,21 @@ def test_a_target_that_lies_above_the_heads(
     export_heads("project/runs/heads", "out", "vllm")
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert said["base_model_name_or_path"] == str(tmp_path / "project" / "models" / "mine")
+
+
+@pytest.mark.parametrize("to", ["eagle3", "eagle3-speculators"])
+def test_a_factor_behind_the_logits_goes_along(
+    target: Path, tmp_path: Path, to: WrittenFormat
+) -> None:
+    """As of heads for Granite; vLLM multiplies by it what an eagle3 layer says."""
+    model = TargetModel.from_pretrained(str(target))
+    config = HeadsConfig(kind="eagle3", num_heads=2, features=[0, 1], logit_scale=0.25)
+    save_heads(tmp_path / "heads", new_heads(model, config), model)
+    export_heads(tmp_path / "heads", tmp_path / "out", to)
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert said.get("transformer_layer_config", said)["logit_scale"] == 0.25
+    again = convert_heads(tmp_path / "out", tmp_path / "again", target=str(target))
+    assert again.stored.config.logit_scale == 0.25
 
 
 def test_a_model_that_writes_no_text(tmp_path: Path) -> None:
