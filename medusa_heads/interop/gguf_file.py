@@ -139,6 +139,13 @@ def write(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        # Of numpy, which says how many numbers were written alone.
+        raise OSError(
+            f"{file} cannot be written to its end ({error}): is the disk full?"
+        ) from error
     finally:
         writer.close()
     return file, f"draft-{algorithm}"
