@@ -99,13 +99,13 @@ def _once(
     refresh: bool = False,
 ) -> tuple[_Of, bool]:
     """What was measured under these facts and the target's, as `read` makes it of what is kept; and
-    whether it was beside other programs. Where nothing is kept, or it is damaged, or it shall be
-    refreshed, it is measured and kept."""
+    whether it was beside other programs. Where nothing is kept, or not all that is asked for, or it
+    is damaged, or it shall be refreshed, it is measured and kept."""
     facts = {**target_facts(target), **facts}
     store, key = Measurements(), f"{measurement_folder()} {kind} {facts}"
-    if key in _unkept and not refresh:
-        return read(_unkept[key]), True
     try:
+        if key in _unkept and not refresh:
+            return read(_unkept[key]), True
         return read({} if refresh else store.read(kind, facts) or {}), False
     except (AttributeError, KeyError, TypeError, ValueError):
         contention = Contention()

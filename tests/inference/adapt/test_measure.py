@@ -100,6 +100,19 @@ def test_a_busy_machine_may_be_asked_again(
     assert len(list((cache / "steps").iterdir())) == 1
 
 
+def test_a_busy_machine_is_asked_for_further_drafters(
+    tiny_llama: TinyLlama, cache: Path, busy: None
+) -> None:
+    """As other statistics of the same heads name them."""
+    target = TargetModel(tiny_llama(num_layers=1, hidden_size=32))
+    drafters = {"short": RandomChain(1, 199)}
+    step_seconds(target, drafters, {}, 16, 1)
+    drafters["long"] = RandomChain(3, 199)
+    both = step_seconds(target, drafters, {}, 16, 1)
+    assert both[1] and both[0].keys() == drafters.keys()
+    assert step_seconds(target, drafters, {}, 16, 1) == both
+
+
 def test_a_busy_machine_leaves_what_was_kept(
     tiny_llama: TinyLlama, cache: Path, quiet: None, request: pytest.FixtureRequest
 ) -> None:
