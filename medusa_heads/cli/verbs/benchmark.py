@@ -122,12 +122,18 @@ def benchmark(arguments: BenchmarkArguments) -> None:
     has_heads = source.checkpoint is not None
     # Before dtypes are measured; what is said of methods is the same of all.
     asked = replace(arguments, dtypes=arguments.dtypes or ["float32"])
+    settings = _plan(asked, has_heads).settings
     check_methods(
-        [setting.methods for setting in _plan(asked, has_heads).settings],
+        [setting.methods for setting in settings],
         heads=has_heads,
         draft=bool(arguments.draft_model),
         corpus=arguments.corpus is not None,
     )
+    if asked.tree != "auto" and settings == _plan(replace(asked, tree="auto"), has_heads).settings:
+        raise ValueError(
+            "a tree is of the method heads, where that names none of its own, and it is not among "
+            "the methods: name it, or leave --tree out"
+        )
     if not arguments.dtypes:
         dtypes, device = _chosen(arguments, source, device)
         arguments = replace(arguments, dtypes=dtypes)

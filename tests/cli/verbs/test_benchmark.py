@@ -145,7 +145,7 @@ def test_what_is_given_is_measured_by_default(
     (tmp_path / "corpus.txt").write_text("to be continued")
     given = ["--draft_model", str(checkpoint / "target"), "--corpus", str(tmp_path / "corpus.txt")]
     few = ["--dtypes", "float32", "--decodings", "greedy", "--report", str(tmp_path)]
-    assert main([str(checkpoint / "target"), *given, *few, *SMALL]) == 0
+    assert main([str(checkpoint / "target"), *given, *few, *SMALL[:-2]]) == 0
     (setting,) = json.loads((tmp_path / "report.json").read_text())["settings"]
     names = [method["name"] for method in setting["methods"]]
     lookup = "transformers-prompt-lookup"
@@ -162,6 +162,8 @@ def test_what_is_given_is_measured_by_default(
         ),
         (["--methods", "draft-model"], "needs a draft model: give --draft_model"),
         (["--methods", "plain", "--draft_model", "x"], "methods plain drafts with it: name draft-"),
+        (["--methods", "suffix", "--tree", "8"], "a tree is of the method heads, where that names"),
+        (["--tree", "8"], "and it is not among the methods: name it, or leave --tree out"),
         (["--seed", str(2**64)], f"seed must be a number of 64 bits, got {2**64}"),
         (["--threads", "0"], "threads must be at least 1, got 0"),
         (["--batch_sizes", "0"], "batch_sizes must be at least 1, got [0]"),
