@@ -69,7 +69,7 @@ def chat(arguments: ChatArguments) -> None:
         say("To talk to it, put its template into its folder as chat_template.jinja.")
     while not session.done:
         try:
-            line = input("> " if terminal else "")
+            line = input("> " if terminal else "").removeprefix("\ufeff")  # of a file's first line
         except EOFError:
             if terminal:
                 say("")

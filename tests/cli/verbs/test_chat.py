@@ -103,6 +103,14 @@ def test_a_template_is_told_what_the_flag_says(speaker: Path, talk: Talk, refuse
     assert "chat_template_kwargs must be a JSON object, got 'tail'" in said
 
 
+def test_a_mark_of_the_byte_order_is_not_said(speaker: Path, talk: Talk) -> None:
+    """Of a file that was written on Windows, before a command too."""
+    install(speaker, FAITHFUL)
+    said = talk(speaker / "heads", LINES[:2])
+    assert talk(speaker / "heads", ["\ufeff" + LINES[0], LINES[1]]).out == said.out
+    assert "temperature None" in talk(speaker / "heads", ["\ufeff/set temperature"]).err
+
+
 def test_mistakes_in_a_conversation_do_not_end_it(
     speaker: Path, tmp_path: Path, talk: Talk
 ) -> None:
