@@ -92,9 +92,13 @@ class Conversation:
         return finished
 
     def save(self, file: str) -> None:
-        """Write the messages as JSON, beside the place first."""
+        """Write the messages as JSON, beside the place first. Raises ValueError: it cannot be."""
         content = json.dumps({"messages": self.messages}, indent=2, ensure_ascii=False)
-        replace_file(expanded(file), content + "\n")
+        try:
+            replace_file(expanded(file), content + "\n")
+        except OSError as error:  # by itself it names the place beside
+            reason = error.strerror or error
+            raise ValueError(f"{file!r} cannot be written ({reason})") from error
 
     def _render(self, messages: list[dict[str, str]], text: str) -> list[int]:
         """Token ids of the whole conversation, ready to be answered."""

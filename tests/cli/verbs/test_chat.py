@@ -127,7 +127,8 @@ def test_mistakes_in_a_conversation_do_not_end_it(
         "/set drafter suffix": "heads draft in this chat",
         "/set checkpoint x": "unknown setting 'checkpoint'",
         "/save": "/save needs the name of a file",
-        f"/save {tmp_path}/no/where.json": "No such file",
+        f"/save {tmp_path}/no/where.json": "no/where.json' cannot be written (No such file",
+        f"/save {tmp_path}": f"'{tmp_path}' cannot be written (Is a directory)",
         "x" * 600: "/reset starts a new one",
     }
     printed = talk(speaker / "heads", ["hello there", *mistakes, "and then?"])
