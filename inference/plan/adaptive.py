@@ -55,6 +55,11 @@ def continues_text(tree: TreeSpec) -> bool:
 def check_tree(tree: TreeSpec, *, acceptance: str = "lossless", corpus: bool = False) -> None:
     """Refuse a tree of heads that no target and no heads could be drafted with. Raises ValueError:
     an unknown form, or one that does not go with the acceptance rule or continues no corpus."""
+    if tree in ("auto" + SUFFIX, FASTEST + SUFFIX):
+        raise ValueError(
+            f"the tree auto has {SUFFIX} in it already, and fastest is of heads alone, got "
+            f"{tree!r}: use 'auto', or N{SUFFIX}"
+        )
     plain = "none" if tree in ("auto", FASTEST) else _without_suffix(tree)
     kind, _ = parse_tree(plain)
     empty = read_shape(plain).num_nodes == 1 if kind == "paths" else kind in ("none", "suffix")

@@ -154,8 +154,9 @@ def test_heads_alone_as_fast_as_they_are_here(
         assert medusa.tree == "static:2" and medusa.drafter.num_nodes == 3
     with pytest.raises(ValueError, match=r"'fastest' goes by a clock.*name a tree"):
         MedusaModel(model, heads, tree="fastest", deterministic=True)
-    with pytest.raises(ValueError, match=r"got 'fastest\+?"):
-        MedusaModel(model, heads, tree="fastest+suffix")
+    for words in ("auto", "fastest"):
+        with pytest.raises(ValueError, match=rf"auto has \+suffix .* got '{words}\+suffix': use"):
+            MedusaModel(model, heads, tree=f"{words}+suffix")
 
 
 @pytest.mark.filterwarnings("ignore:.*verifies a chain of drafts, not a tree")
