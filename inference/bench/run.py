@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from medusa_heads.data.prompts import stop_ids
 from medusa_heads.inference.bench.methods import (
     PLAIN,
     Models,
@@ -162,7 +163,7 @@ def _with_further_turns(
     model: Any = models.target.model
     options = decoding_options("greedy", model, plan)
     longest = plan.max_prompt_length
-    all_turns, left_out = list(prompts), 0
+    all_turns, left_out, ends = list(prompts), 0, stop_ids(model)
     turn = list(prompts)
     while turn := [prompt for prompt in turn if prompt.follow_up is not None]:
         _check_length(models, turn, plan)
@@ -170,7 +171,9 @@ def _with_further_turns(
         for prompt in turn:
             assert prompt.follow_up is not None
             answered = run_once(Method(PLAIN, model.generate), model, [prompt.tokens], 0, **options)
-            following.append(prompt.follow_up(answered.rows[0]))
+            (answer,) = answered.rows
+            ended = answer[-1] in ends  # by a token that is no part of an answer
+            following.append(prompt.follow_up(answer[: len(answer) - ended]))
         turn = [p for p in following if longest is None or len(p.tokens) <= longest]
         left_out += len(following) - len(turn)
         all_turns += turn

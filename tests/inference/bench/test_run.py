@@ -154,6 +154,27 @@ def test_further_turns_follow_plain_decodings_answers(
     assert report["prompts_left_out"] == 1 and report["settings"][0]["prompts"] == 3
 
 
+def test_the_token_that_ends_an_answer_is_not_in_the_next_turn(
+    tiny_llama: Callable[..., LlamaForCausalLM], tmp_path: Path
+) -> None:
+    """Without a chat template the target would begin another text behind it."""
+    model: Any = tiny_llama()
+    written = model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=4)[0, len(PROMPTS[0]) :]
+    *said, end = written[:3].tolist()
+    assert end not in said
+    model.generation_config.eos_token_id = end
+    model.save_pretrained(tmp_path)
+    answers = []
+
+    def follow_up(answer: list[int]) -> Prompt:
+        answers.append(answer)
+        return Prompt((*PROMPTS[0], *answer, 3))
+
+    plan = Plan([Setting("greedy", "float32", (PLAIN,))], max_new_tokens=4)
+    benchmark(tmp_path, [Prompt(tuple(PROMPTS[0]), None, follow_up)], plan, progress=False)
+    assert answers == [said]
+
+
 def test_no_setting_remembers_what_another_one_read(
     medusa: MedusaModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
