@@ -1,8 +1,8 @@
 """What becomes of a target's positions in texts longer than it was trained on.
 
 Some rules that turn positions go by the longest one of a forward, whatever else is read in it: a
-draft beyond their limit would turn the tokens before it, too. And learnt positions have an end,
-which drafts may be beyond where the text is not.
+draft beyond their limit would turn the tokens before it, too. And positions in a table, such as
+learnt ones, have an end, which drafts may be beyond where the text is not.
 
 And Llama 4 scales the queries of layers without positions by where a token stands, which it takes
 from the length of its cache. There a tree's nodes stand side by side, and rows that lag behind
@@ -95,7 +95,7 @@ def position_rule(model: PreTrainedModel) -> PositionRule | None:
                 limits.add(limit)
                 varies |= kind != _TWO_RULES
     if not limits:
-        return None if turns else _learnt(model)
+        return None if turns else _table(model)
     from transformers import GenerationMixin  # which is there, as a model is
 
     usual = GenerationMixin.prepare_inputs_for_generation
@@ -118,15 +118,18 @@ def _limit(module: Any, layer_type: str | None, kind: str) -> int | None:
     return int(module.original_max_seq_len) if "dynamic" in kind else None
 
 
-def _learnt(model: PreTrainedModel) -> PositionRule | None:
+def _table(model: PreTrainedModel) -> PositionRule | None:
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:
         return None
     of_tokens = model.get_input_embeddings()
     for module in model.modules():
-        if not isinstance(module, nn.Embedding) or module is of_tokens:
-            continue
-        if 0 <= module.num_embeddings - limit <= _SPARE:
+        if isinstance(module, nn.Embedding):
+            tables = [module.weight] * (module is not of_tokens)
+        else:  # one that is reckoned and not learnt (GPT-J), but for those that grow (XGLM)
+            buffers = () if hasattr(module, "get_embedding") else module.buffers(recurse=False)
+            tables = [each for each in buffers if each.ndim == 2 and each.is_floating_point()]
+        if any(0 <= len(table) - limit <= _SPARE for table in tables):
             return PositionRule(limit, "none")
     return None
 

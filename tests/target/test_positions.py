@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     Llama4ForCausalLM,
@@ -76,8 +78,8 @@ def tiny(kind: str) -> Any:
         model = Llama4ForCausalLM(Llama4TextConfig(**SIZES, **scales, **experts))
     else:
         small: Any = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": LIMIT}
-        small |= {"vocab_size": 97, "bos_token_id": None, "eos_token_id": None}
-        model = GPT2LMHeadModel(GPT2Config(**small))
+        small |= {"vocab_size": 97, "bos_token_id": None, "eos_token_id": None, "rotary_dim": 8}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **small))
     with torch.random.fork_rng():
         torch.manual_seed(0)
         random_weights(model, (0.15, 0.15))
@@ -190,10 +192,11 @@ def test_batches_of_long_texts_alone() -> None:
     assert torch.equal(got, expected) and tokens_per_step > 1.4
 
 
+@pytest.mark.parametrize("kind", with_slow(["gpt2", "gptj"], ["codegen"]))
 @pytest.mark.parametrize("rows", [1, 2])
-def test_drafts_end_where_learnt_positions_do(rows: int) -> None:
+def test_drafts_end_where_a_table_of_positions_does(kind: str, rows: int) -> None:
     """The text may have been allowed to be longer, and end before."""
-    model, new = tiny("gpt2"), 5
+    model, new = tiny(kind), 7
     many = torch.cat([prompt(LIMIT - new) + row for row in range(40)])
     full = written(model, many, max_new_tokens=new + 1)
     # Of these the last token but one, which takes the last position, is no other.
