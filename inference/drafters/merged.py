@@ -108,6 +108,9 @@ class MergedTrees(Drafter):
         self._paced.usual = True
 
     def _whole(self, state: DecodingState) -> TokenTree:
+        # First, so that what heads keep comes first among the memories: a compiler that looks for
+        # it compares the keys before it with heads, which it cannot do with a number.
+        guesses = [(part.depth, part.guess(state)) for part in self._parts]
         memory = state.memories.get(self.number)
         if memory is None:
             memory = state.memories[self.number] = Texts(state, self.num_nodes - 1)
@@ -118,7 +121,6 @@ class MergedTrees(Drafter):
             chances_BL = self._drawn(state, found.tokens_BL, chances_BL)
         log_chances_BL = chances_BL.clamp(1e-9, SUREST).log()
         log_chances_BL = log_chances_BL.where(found.groups_BL >= 0, NEVER)
-        guesses = [(part.depth, part.guess(state)) for part in self._parts]
 
         # Which paths of a level are the text's own.
         along_BF = torch.ones_like(state.roots_B[:, None], dtype=torch.bool)

@@ -146,13 +146,17 @@ def test_one_graph_for_all_texts_of_a_shape(tiny_llama: TinyLlama) -> None:
         assert len(graphs) == 1 + drawn
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle3", "hydra", "block"])
-def test_heads_that_read_their_drafts_are_a_part_of_the_graph(
-    tiny_llama: TinyLlama, kind: str
+READING = [("eagle3", "dynamic:7"), ("hydra", "dynamic:7"), ("block", "dynamic:7")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tree"), with_slow([("eagle3", "7+suffix")], [*READING, ("block", "7+suffix")])
+)
+def test_heads_that_read_their_drafts_or_the_text_are_a_part_of_the_graph(
+    tiny_llama: TinyLlama, kind: str, tree: str
 ) -> None:
     medusa = with_heads(tiny_llama(num_layers=1).to(DEVICE), kind=kind)
-    medusa.use_tree("dynamic:7")
+    medusa.use_tree(tree)
     assert graphs_of(medusa, 2, 20, **SAMPLING) == (True, 1, 0)
 
 
