@@ -51,6 +51,7 @@ class TrainingData:
     held_out_facts: RowFacts
     corpora: Sequence[Corpus]  # the one to train on first
     one_pass: IterableDataset | None = None  # of a stream, all its rows once, not packed
+    first_pass: IterableDataset | None = None  # of a stream, `rows` until they come again
     tokenizer: PreTrainedTokenizerBase | None = None  # of text, as far as it is known
     warnings: Sequence[str] = ()  # what to look at, a sentence each
 
@@ -187,12 +188,12 @@ def prepare_data(
         if not part.is_stream
     ]
     tables = [table for table, _ in made]
-    one_pass = None
+    one_pass = first_pass = None
     with _named_by_place(list(zip(parts, makers, strict=True)), settings, target):
         if corpus.is_stream:
             if max_steps <= 0:
                 raise ValueError("a stream has no known end: give max_steps to train so many steps")
-            rows, one_pass, first_documents, known = _streams()(
+            rows, first_pass, one_pass, first_documents, known = _streams()(
                 corpus,
                 makers[0],
                 held_out=(settings.eval_rows or STREAM_EVAL_ROWS) if held_out is None else 0,
@@ -226,6 +227,7 @@ def prepare_data(
         held_out_facts,
         [*(part for part in parts if part.is_stream), *tables],
         one_pass,
+        first_pass,
         tokenizer,
         [sentence for sentence in found if sentence is not None],
     )

@@ -54,13 +54,13 @@ def stream_rows(
     shuffle_buffer: int,
     seed: int,
     packing: bool,
-) -> tuple[IterableDataset, IterableDataset, Dataset | None, Dataset]:
-    """An endless stream of rows to train on; one pass over its rows, in order and not packed; the
-    rows of the first `held_out` documents, None if there are to be none; and the first rows of that
-    pass. The stream begins anew when the corpus ends, mixed in another way. Read again from its
-    start it gives the same rows in the same order, which is what resuming builds on. Raises
-    ValueError: the corpus, or the first of its files where readers share them, holds nothing beyond
-    the held-out documents.
+) -> tuple[IterableDataset, IterableDataset, IterableDataset, Dataset | None, Dataset]:
+    """An endless stream of rows to train on; its first pass alone; one pass over its rows, in order
+    and not packed; the rows of the first `held_out` documents, None if there are to be none; and
+    the first rows of that pass. The stream begins anew when the corpus ends, mixed in another way.
+    Read again from its start it gives the same rows in the same order, which is what resuming
+    builds on. Raises ValueError: the corpus, or the first of its files where readers share them,
+    holds nothing beyond the held-out documents.
 
     Args:
         held_out: documents at the start that are kept from it, with all of the same tokens.
@@ -89,7 +89,7 @@ def stream_rows(
     endless = make(0).repeat(None)
     if shuffle_buffer > 1:
         endless._ex_iterable = _Passes(endless._ex_iterable.ex_iterable, make)
-    return endless, one_pass, held, first
+    return endless, make(0), one_pass, held, first
 
 
 def _pass(

@@ -57,14 +57,18 @@ def fit_fresh(
     # In the batches of the first pass, which a cache was written in: others round differently.
     size, seed = args.train_batch_size, args.seed if args.data_seed is None else args.data_seed
     order = None if count is None else DrawnOrder(count, seed)
-    some = iter(rows if order is None else order)
+    # A stream's, too: the same text again is no further text, and half of it holds out no other.
+    once: Any = data.first_pass if order is None else order
+    some = iter(once)
 
     def batches() -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
         for _ in range(math.ceil(most / (size * args.world_size))):
             batch = list(islice(some, size * args.world_size))
+            if not batch:  # a stream's rows are fewer than the run will read
+                return
             each = math.ceil(len(batch) / args.world_size)
-            if order is not None:  # the last: all processes read, and no row twice but for that
-                batch += islice(cycle(order), each * args.world_size - len(batch))
+            # The last: all processes read, and no row twice but for that.
+            batch += islice(cycle(once), each * args.world_size - len(batch))
             own = batch[each * args.process_index : each * (args.process_index + 1)]
             taken = own if order is None else [rows[place] for place in own]
             inputs = send_to_device(hidden_states.collate(taken), hidden_states.target.device)

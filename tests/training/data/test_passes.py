@@ -44,6 +44,7 @@ def test_the_first_pass_is_as_datasets_mixes_it(target: TargetModel) -> None:
     data = stream(target, None, sharded([0, 1, 2, 3]), eval_rows=8, shuffle_buffer=16)
     assert data.one_pass is not None
     mixed = data.one_pass.shuffle(seed=0, buffer_size=16)
+    assert data.first_pass is not None and list(data.first_pass) == list(mixed)
     assert first(data, 40) == [row["input_ids"] for row in mixed]
     part, whole = (rows.shard(num_shards=2, index=1) for rows in (data.rows, mixed))
     expected = list(whole)
