@@ -172,6 +172,7 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
 def test_the_maps_are_those_of_ridge_regression(
     target: TargetModel, settings: dict[str, Any]
 ) -> None:
+    torch.manual_seed(4)  # to what the layer attends: of one in three such nothing tells more
     heads, whole = fresh(target, **settings), text()
     reads = target.with_features(heads.config.features)
     halves = [{name: part_BT[at] for name, part_BT in whole.items()} for at in HALVES]
