@@ -50,10 +50,10 @@ def begins_with_least_squares(heads: DraftHeads) -> bool:
 
 
 def columns(heads: DraftHeads) -> int:
-    """C: of h_t, of what is mixed, of each token's embedding that any head or the layer before it
-    reads, and one."""
+    """Of h_t, of each token's embedding that any head or the layer before it reads, and one: what
+    attention mixes is read where there is text enough for that as well."""
     assert heads.config.hidden_size is not None
-    return 1 + heads.config.hidden_size * (1 + int(_mixes(heads)) + _tokens(heads))
+    return 1 + heads.config.hidden_size * (1 + _tokens(heads))
 
 
 def _mixes(heads: DraftHeads) -> bool:
@@ -91,8 +91,8 @@ class _Sums:
     [C, E], summed over rows."""
 
     def __init__(self, heads: DraftHeads) -> None:
-        self.heads, size = heads, columns(heads)
-        self._width = heads.config.hidden_size or 0
+        self.heads, self._width = heads, heads.config.hidden_size or 0
+        size = columns(heads) + self._width * _mixes(heads)
         device = next(heads.parameters()).device
         self._read_CC = torch.zeros(size, size, device=device)
         self._made_CE = torch.zeros(size, self._width * heads.config.num_heads, device=device)
@@ -158,7 +158,12 @@ class _Sums:
 
     def solve(self, rows: int) -> bool:
         """Give the heads their maps; whether there are such."""
-        return (not _mixes(self.heads) or self._attend(rows)) and self._solve(rows)
+        if not _mixes(self.heads):
+            return self._solve(rows)
+        if self._attend(rows) and self._solve(rows):
+            return True
+        self.heads.prefix.attention_out.weight.zero_()
+        return False
 
     def _attend(self, rows: int) -> bool:
         """Let the layer hand to all heads what they should make of what it mixes, where that tells
