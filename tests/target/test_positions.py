@@ -208,7 +208,7 @@ def test_drafts_end_where_a_table_of_positions_does(kind: str, rows: int) -> Non
     got, _ = drafted(model, ids, full, **options)
     assert len(ids) == rows and torch.equal(got, expected)
     model.generation_config.eos_token_id = None
-    with pytest.raises(IndexError):  # as of generate()
+    with pytest.raises((IndexError, RuntimeError)):  # as of generate(), by its version
         drafted(model, ids, full, max_new_tokens=60)
 
 
