@@ -44,7 +44,7 @@ class PrefixLayer(nn.Module):
 
     @torch.no_grad()
     def attend_as(self, attention_3AED: Tensor) -> None:
-        """Take queries, keys and values, of what the norm before them has only divided."""
+        """Take queries, keys and values of inputs that are normed without weights."""
         self.query_key_value.weight.copy_(attention_3AED.flatten(0, 2))
         self.attention_norm.weight.fill_(1.0)
 

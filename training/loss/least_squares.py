@@ -24,6 +24,7 @@ from torch import Tensor
 from medusa_heads.config import IGNORED
 from medusa_heads.heads import DraftHeads, HydraHeads
 from medusa_heads.heads.prefix import PrefixLayer
+from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.loss.rows import supervised_rows
 
 ROWS_A_COLUMN = 20
@@ -38,8 +39,8 @@ RIDGE = 0.3
 
 RIDGE_OF_SHARED = 0.01
 
-DECAY = 0.8
-"""Of what each further head counts for the layer before all of them."""
+DECAY = LossConfig().decay
+"""Of what each further head counts for the layer before all of them: as it will by default."""
 
 NUMBERS_AT_ONCE = 1 << 26
 
@@ -168,19 +169,26 @@ class _Sums:
     def _attend(self, rows: int) -> bool:
         """Let the layer hand to all heads what they should make of what it mixes, where that tells
         anything, and count its sums to those of h_t; whether there are maps of it."""
-        width, out_DD = self._width, self.heads.prefix.attention_out.weight
+        state, mixed = slice(1, 1 + self._width), slice(1 + self._width, 1 + 2 * self._width)
         if self._mixed_tells(rows):
             maps = self._maps(rows)
             if maps is None:
                 return False
-            of_state, of_mixed = slice(1, 1 + width), slice(1 + width, 1 + 2 * width)
             counted = [map_CD * DECAY**i for i, map_CD in enumerate(maps)]
-            out_DD.copy_(
-                _shared([each[of_state] for each in counted], [each[of_mixed] for each in counted])
-            )
-        self._read_CC = _folded(_folded(self._read_CC, out_DD).T, out_DD).T
-        self._made_CE = _folded(self._made_CE, out_DD)
+            out_DD = _shared([each[state] for each in counted], [each[mixed] for each in counted])
+            self.heads.prefix.attention_out.weight.copy_(out_DD)
+            self._read_CC[state] += out_DD @ self._read_CC[mixed]
+            self._read_CC[:, state] += self._read_CC[:, mixed] @ out_DD.T
+            self._made_CE[state] += out_DD @ self._made_CE[mixed]
+        rest_C = self._without_mixed(len(self._read_CC))
+        self._read_CC = self._read_CC[rest_C[:, None], rest_C]
+        self._made_CE = self._made_CE[rest_C]
         return True
+
+    def _without_mixed(self, size: int) -> Tensor:
+        """Of so many columns, the others."""
+        places_C = torch.arange(size, device=self._read_CC.device)
+        return torch.cat([places_C[: 1 + self._width], places_C[1 + 2 * self._width :]])
 
     def _mixed_tells(self, rows: int) -> bool:
         """Whether the first head, by each half of the texts, makes more of the next state in the
@@ -195,9 +203,8 @@ class _Sums:
                 rows - in_half,
             ),
         )
-        known_L = torch.arange(lead, device=self._half_LL.device)
         errors = []
-        for kept_L in (known_L, torch.cat([known_L[: 1 + width], known_L[1 + 2 * width :]])):
+        for kept_L in (torch.arange(lead, device=self._half_LL.device), self._without_mixed(lead)):
             error = 0.0
             for (read_LL, made_LD, count), (other_LL, other_LD, _) in (halves, halves[::-1]):
                 factor_LL, failed = _ridged(read_LL[kept_L][:, kept_L], max(count, 1))
@@ -255,12 +262,3 @@ def _shared(of_state: Sequence[Tensor], of_other: Sequence[Tensor]) -> Tensor:
     diagonal_D = products_DD.diagonal()
     diagonal_D += RIDGE_OF_SHARED * diagonal_D.mean()
     return torch.linalg.solve(products_DD, of_state_DX @ of_other_DX.T)
-
-
-def _folded(sums_CX: Tensor, out_DD: Tensor) -> Tensor:
-    """Sums of rows in which h_t has taken up what the layer adds to it."""
-    width = len(out_DD)
-    one_1X, state_DX, mixed_DX, rest_X = sums_CX.split(
-        [1, width, width, len(sums_CX) - 1 - 2 * width]
-    )
-    return torch.cat([one_1X, state_DX + out_DD @ mixed_DX, rest_X])

@@ -38,7 +38,7 @@ def attend_as_target(heads: DraftHeads, model: Any) -> bool:
 
 
 def _attention_of_last_layer(model: Any, layer: PrefixLayer) -> Tensor | None:
-    """Queries, keys and values [3, A, E, D], of what the norm before them has only divided: where
+    """Queries, keys and values [3, A, E, D] of inputs that are normed without weights: where
     the target's last layer has plain matrices of these, and heads of the prefix layer's width or a
     multiple of it. Of a wider one there are several, which each compare every so many-th pair of
     its numbers."""
