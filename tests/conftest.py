@@ -127,11 +127,12 @@ def quick_kernels(module_patch: pytest.MonkeyPatch) -> None:
     measured here; also of models that the tests of a module share. Steps are timed in one round."""
     from medusa_heads.machine.kernels import has_packed_products
 
-    gain = "medusa_heads.target.packed.packed_gain"
     module_patch.setattr("medusa_heads.heads.drafting.int8_gain", lambda _: 2.0)
     module_patch.setattr("medusa_heads.heads.drafting.has_int8_products", lambda: True)
-    module_patch.setattr(gain, lambda dtype, *_: 2.0 if has_packed_products(dtype) else 0.0)
-    module_patch.setattr("medusa_heads.target.packed.turned_gain", lambda *_: 2.0)
+    gain = "medusa_heads.target.packed.matrices.{}_gain".format
+    module_patch.setattr(gain("packed"), lambda dtype, *_: 2.0 * has_packed_products(dtype))
+    module_patch.setattr(gain("turned"), lambda *_: 2.0)
+    module_patch.setattr(gain("forward"), lambda *_: 2.0)
     module_patch.setattr("medusa_heads.inference.adapt.step_bench._ROUNDS", 1)
 
 
@@ -246,8 +247,8 @@ def recorded(as_they_are: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(compiling, "captures", captured.captures)
     if DEVICE == "cpu":
-        monkeypatch.setattr("medusa_heads.target.packed.packed_gain", lambda *_: 0.0)
-        monkeypatch.setattr("medusa_heads.target.packed.turned_gain", lambda *_: 0.0)
+        for gain in ("packed", "turned"):
+            monkeypatch.setattr(f"medusa_heads.target.packed.matrices.{gain}_gain", lambda *_: 0)
         monkeypatch.setattr(captured, "Recording", Replayed)
         monkeypatch.setattr("torch.cuda.graph_pool_handle", object)
         monkeypatch.setattr(captured, "records", lambda _: True)
@@ -288,8 +289,7 @@ def tiny_llama() -> TinyLlama:
             "pad_token_id": None,
             "tie_word_embeddings": False,
         }
-        config = LlamaConfig(**(settings | overrides))
-        model = LlamaForCausalLM(config).float().eval()
+        model = LlamaForCausalLM(LlamaConfig(**(settings | overrides))).float().eval()
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in model.parameters():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from medusa_heads.target import packed_layer as module
+from medusa_heads.target.packed import layer as module
 from medusa_heads.target.target import TargetModel
 
 MATRICES = 2 * 7 + 1  # of a tiny Llama

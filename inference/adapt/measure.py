@@ -22,7 +22,7 @@ from medusa_heads.machine.measurements import (
 )
 from medusa_heads.target.graphs.captured import as_it_is
 from medusa_heads.target.graphs.compiled import CompiledTarget
-from medusa_heads.target.packed import PackedMatrices
+from medusa_heads.target.packed.matrices import PackedMatrices
 from medusa_heads.target.target import TargetModel
 
 DEFAULT_CONTEXT = 256

@@ -30,7 +30,7 @@ from medusa_heads.inference.engine.probe import (
 )
 from medusa_heads.inference.engine.recurrent_probe import BatchProber, RecurrentProber
 from medusa_heads.target.graphs.compiled import CompiledTarget
-from medusa_heads.target.packed import unpacked
+from medusa_heads.target.packed.matrices import unpacked
 from medusa_heads.target.recurrent import RecurrentCache
 from medusa_heads.target.target import TargetModel
 

@@ -246,7 +246,7 @@ def standing(*roots: object) -> tuple[Any, ...]:
 
 
 def _is_packed(forward: Any) -> bool:
-    return str(getattr(forward, "__module__", "")) == "medusa_heads.target.packed_layer"
+    return str(getattr(forward, "__module__", "")) == "medusa_heads.target.packed.layer"
 
 
 def _is_looked_into(kind: type) -> bool:

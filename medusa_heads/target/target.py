@@ -30,7 +30,7 @@ from medusa_heads.target.cache import RowCache
 from medusa_heads.target.features import HiddenReader
 from medusa_heads.target.fingerprint import lm_head_sha256, weights_sha256
 from medusa_heads.target.loading import load_causal_lm, unwrapped
-from medusa_heads.target.packed import UNPACKED, PackedMatrices
+from medusa_heads.target.packed.matrices import UNPACKED, PackedMatrices
 from medusa_heads.target.positions import take_text_slots, text_slots
 from medusa_heads.target.recurrent import RecurrentCache, is_recurrent
 from medusa_heads.target.scans import has_scans, scans_go_on

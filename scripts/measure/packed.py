@@ -10,6 +10,7 @@ scripts, which choose among few tokens as well, where it does.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -17,7 +18,10 @@ from statistics import median
 from typing import Any, Literal
 
 from medusa_heads.cli.flags.arguments import command
+from medusa_heads.cli.flags.environment import told_to_torch
 from medusa_heads.settings import flag
+
+os.environ.update(told_to_torch())
 
 TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 _WARM_UP = 2  # rounds
@@ -45,7 +49,7 @@ def measure(arguments: Arguments) -> None:
     from medusa_heads.machine.products import Shape, packed_gain
     from medusa_heads.tables import on_screen
     from medusa_heads.target.graphs.scripted import ScriptedTarget
-    from medusa_heads.target.packed import PackedMatrices
+    from medusa_heads.target.packed.matrices import PackedMatrices
 
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)

@@ -27,7 +27,7 @@ from medusa_heads.target.attention import TreeMask
 from medusa_heads.target.cache import RowCache
 from medusa_heads.target.graphs.captured import CapturedTarget
 from medusa_heads.target.graphs.static_cache import StaticRowCache, explicit_inputs, given_to
-from medusa_heads.target.packed import ROWS
+from medusa_heads.target.packed.matrices import ROWS
 from medusa_heads.target.recurrent import is_recurrent
 from medusa_heads.target.scans import has_scans
 from medusa_heads.target.target import TargetModel

@@ -18,9 +18,9 @@ from medusa_heads.inference.models.training_free import TrainingFreeModel
 from medusa_heads.machine.kernels import has_packed_products
 from medusa_heads.machine.programs import Script, traced
 from medusa_heads.machine.recording import standing
-from medusa_heads.target import packed
 from medusa_heads.target.graphs import scripted
 from medusa_heads.target.graphs.scripted import ScriptedTarget
+from medusa_heads.target.packed import matrices
 from medusa_heads.target.target import TargetModel
 from scripts.prove.tiny_models import builder
 from tests.conftest import DEVICE, TinyLlama
@@ -224,7 +224,7 @@ def test_a_program_that_gives_a_tensor_another_shape() -> None:
 
 def test_other_weights_in_the_same_place(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where matrices are packed, which are then others; the prompt is read without them."""
-    monkeypatch.setattr("medusa_heads.target.packed.SMALLEST", 1)
+    monkeypatch.setattr("medusa_heads.target.packed.matrices.SMALLEST", 1)
     target, inputs = ScriptedTarget(model), padded([0], 40)
     free = TrainingFreeModel(target)
     texts = []
@@ -272,10 +272,10 @@ def test_a_step_of_another_text_is_no_change_of_the_model(
     tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it takes one, packed matrices stand in the place of the layers' own forwards."""
-    monkeypatch.setattr(packed, "SMALLEST", 1)
+    monkeypatch.setattr(matrices, "SMALLEST", 1)
     target = TargetModel(tiny_llama())
     before = standing(target.model)
     assert target.packed is not None
-    with torch.no_grad(), target.packed.instead(packed.ROWS[-1]):
+    with torch.no_grad(), target.packed.instead(matrices.ROWS[-1]):
         assert any("forward" in vars(layer) for layer in target.model.modules())
         assert standing(target.model) == before

@@ -13,11 +13,11 @@ Shapes: D inputs, O outputs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from threading import Lock
+from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 from weakref import WeakKeyDictionary, ref
 
@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from medusa_heads.machine.devices import free_memory
 from medusa_heads.machine.kernels import has_packed_products
 from medusa_heads.machine.products import Use, packed_gain, turned_gain
-from medusa_heads.target.packed_layer import FEW, Copies, PackedLayer
+from medusa_heads.target.packed.gain import forward_gain
+from medusa_heads.target.packed.layer import FEW, Copies, PackedLayer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,6 +39,7 @@ _EIGHT = 8  # where two rows alone pay, fewer than these
 _GAIN = 1.25  # with eight rows, or two; with four and with sixteen it is less than with eight
 _LITTLE = 1.05  # with eight rows, for which nothing is packed, but which takes what is there
 _GAIN_OF_ONE = 1.15  # with one row, by columns or packed
+_GAIN_OF_FORWARD = 1.05  # of one token; scripts call copies at some cost, and gain a little less
 _SHARE = 4  # of free memory the packed matrices may take this part
 
 _TRIED: tuple[Use, ...] = ("decode", "two", "few")
@@ -72,9 +74,10 @@ class PackedMatrices:
         self._model, self._measured = ref(model), measured
         self._packed: WeakKeyDictionary[nn.Linear, PackedLayer] = WeakKeyDictionary()
         self._copies: dict[_Kind, Copies] = {}  # for as long as the model is decoded
+        self._pay_for_one: dict[Any, bool] = {}  # those of which kinds
         self._served: frozenset[int] | None = None
         self._looked = False
-        self._lock = Lock()  # any thread may decode the model
+        self._lock = RLock()  # any thread may decode the model
         self._inside, self._replaced = 0, dict[nn.Linear, PackedLayer]()
 
     @staticmethod
@@ -171,7 +174,30 @@ class PackedMatrices:
             if layer not in self._packed
         )
         free = free_memory(torch.device("cpu")) if new else None
-        return layers if free is None or new <= free // _SHARE else {}
+        if free is not None and new > free // _SHARE:
+            return {}
+        if not self._measured or self._for_one_pay(layers):
+            return layers
+        fewer = {
+            layer: replace(copies, packed=copies.packed - {1}, turned=False)
+            for layer, copies in layers.items()
+        }
+        return {layer: copies for layer, copies in fewer.items() if copies.rows}
+
+    def _for_one_pay(self, layers: Mapping[nn.Linear, Copies]) -> bool:
+        """Whether these copies make a forward of one token faster, as far as that is known."""
+        ones = {layer: copies for layer, copies in layers.items() if 1 in copies.rows}
+        kinds = frozenset((layer.weight.dtype, layer.weight.shape) for layer in ones)
+        model = self._model()
+        if not ones or model is None:
+            return True
+        with self._lock:
+            if kinds not in self._pay_for_one:
+                if self._inside:  # another thread multiplies by them now
+                    return True
+                gain = forward_gain(model, ones)
+                self._pay_for_one[kinds] = gain is None or gain >= _GAIN_OF_FORWARD
+            return self._pay_for_one[kinds]
 
     def _copies_of(self, kind: _Kind) -> Copies:
         if kind not in self._copies:

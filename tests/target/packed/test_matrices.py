@@ -17,11 +17,11 @@ from torch import nn
 from medusa_heads import HeadsConfig, MedusaModel, new_heads
 from medusa_heads.machine import kernels
 from medusa_heads.machine.kernels import has_packed_products
-from medusa_heads.target import packed as module
-from medusa_heads.target import packed_layer as layer_module
 from medusa_heads.target.graphs.compiled import CompiledTarget
-from medusa_heads.target.packed import ROWS
-from medusa_heads.target.packed_layer import Copies
+from medusa_heads.target.packed import layer as layer_module
+from medusa_heads.target.packed import matrices as module
+from medusa_heads.target.packed.layer import Copies
+from medusa_heads.target.packed.matrices import ROWS
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
 from tests.inference.planted import PlantedDrafter

@@ -1,0 +1,77 @@
+"""What copies gain in a whole forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from medusa_heads.machine.kernels import has_packed_products
+from medusa_heads.target.attention import TreeMask, tree_attention
+from medusa_heads.target.packed import gain as module
+from medusa_heads.target.packed import matrices
+from medusa_heads.target.packed.gain import forward_gain
+from medusa_heads.target.packed.layer import Copies
+from medusa_heads.target.target import TargetModel
+from tests.conftest import TinyLlama
+from tests.packing import MATRICES, calls
+
+pytestmark = pytest.mark.skipif(
+    not has_packed_products(torch.float32), reason="this build of torch packs no matrix"
+)
+
+
+@pytest.mark.parametrize(("gain", "serves"), [(1.04, False), (1.06, True), (None, True)])
+def test_one_row_is_multiplied_by_copies_where_a_whole_forward_gains(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch, gain: float | None, serves: bool
+) -> None:
+    """Products alone promise more than they keep between all else that a forward does."""
+    asked: list[int] = []
+    monkeypatch.setattr(matrices, "SMALLEST", 1)
+    monkeypatch.setattr(matrices, "packed_gain", lambda *_: 1.3)
+    monkeypatch.setattr(matrices, "turned_gain", lambda *_: 2.0)
+
+    def measured(_: object, layers: Mapping[nn.Linear, Copies]) -> float | None:
+        asked.append(len(layers))
+        return gain
+
+    monkeypatch.setattr(matrices, "forward_gain", measured)
+    target = TargetModel(tiny_llama())
+    ones = 2 * 3 + 3  # wide ones by columns, and those of the second kind that is measured packed
+    for rows, made_by in ((1, ones * serves), (8, MATRICES)):
+        with torch.no_grad(), calls(target, rows) as made:
+            target.model(torch.full((1, rows), 7))
+        assert len(made) == made_by
+    assert asked == [ones]  # once
+
+
+def test_what_a_forward_gains_is_measured_once_and_leaves_no_trace(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama()
+    up_proj = model.model.layers[0].mlp.up_proj
+    layers = {layer: Copies(turned=True) for layer in (model.lm_head, up_proj)}
+    counted: list[int] = []
+    model.register_forward_hook(lambda *_: counted.append(1))
+    mask = TreeMask(torch.ones(1, 1, 5).bool(), torch.tensor([[4]]), 4)
+    contention = SimpleNamespace(seen=lambda: False)
+    monkeypatch.setattr(module, "Contention", lambda: contention)
+    with torch.no_grad(), tree_attention(mask):
+        gain = forward_gain(model, layers)
+    assert gain is not None and gain > 0.0 and not counted
+    assert not any("forward" in vars(layer) for layer in model.modules())
+    monkeypatch.setattr(model, "forward", None)  # it is kept
+    assert forward_gain(model, layers) == gain
+
+
+def test_forwards_that_take_long_or_fail(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, failing = tiny_llama(), tiny_llama(num_layers=1)
+    monkeypatch.setattr(module, "_LONG", 0.0)
+    assert forward_gain(model, {model.lm_head: Copies(turned=True)}) is None
+    monkeypatch.setattr(failing, "forward", lambda **_: 1 / 0)
+    assert forward_gain(failing, {failing.lm_head: Copies(turned=True)}) == 0.0
