@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _KIND = "one token"
-_LONG = 0.1  # seconds of a forward, nearly all of which products take: those say enough
+# Where a forward takes longer, or reads more by copies, products are nearly all of it.
+_LONG, _LARGE = 0.1, 1 << 30  # seconds, and bytes
 _ROUNDS, _FEWEST_ROUNDS, _SECONDS = 9, 4, 0.3
 
 
@@ -30,6 +31,8 @@ def forward_gain(model: PreTrainedModel, layers: Mapping[nn.Linear, Copies]) -> 
     """How many times as fast a forward of one token is where these layers multiply by copies, in
     turns; as it was kept, where it was measured before. None where a forward takes so long that
     products are nearly all of it; 0.0 where the model reads no single token."""
+    if sum(layer.weight.nbytes for layer in layers) > _LARGE:  # of which one forward may be seconds
+        return None
     facts = {
         "model": model.config.to_dict() | {"_name_or_path": None},
         "copies": sorted({f"{each.weight.dtype} {[*each.weight.shape]}" for each in layers}),

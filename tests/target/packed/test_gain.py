@@ -74,4 +74,7 @@ def test_forwards_that_take_long_or_fail(
     monkeypatch.setattr(module, "_LONG", 0.0)
     assert forward_gain(model, {model.lm_head: Copies(turned=True)}) is None
     monkeypatch.setattr(failing, "forward", lambda **_: 1 / 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_LARGE", failing.lm_head.weight.nbytes - 1)
+        assert forward_gain(failing, {failing.lm_head: Copies(turned=True)}) is None
     assert forward_gain(failing, {failing.lm_head: Copies(turned=True)}) == 0.0
