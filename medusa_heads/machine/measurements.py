@@ -107,6 +107,14 @@ class Measurements:
     def _place(self, kind: str, facts: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
         """A measurement's file, and what it is of, as JSON would give it back."""
         of = {"version": _VERSION, "kind": kind, "machine": machine_facts(), "facts": dict(facts)}
-        text = json.dumps(of, sort_keys=True, default=str)
+        text = json.dumps(_in_words(of), sort_keys=True, default=str)
         key = hashlib.sha256(text.encode()).hexdigest()[:24]
         return (self.folder or measurement_folder()) / kind / f"{key}.json", json.loads(text)
+
+
+def _in_words(told: Any) -> Any:
+    """The same with words for all keys, as JSON has them: a configuration may have tuples for keys,
+    or numbers among words, which nothing sorts."""
+    if isinstance(told, Mapping):
+        return {str(key): _in_words(value) for key, value in told.items()}
+    return [*map(_in_words, told)] if isinstance(told, list | tuple) else told

@@ -289,6 +289,9 @@ def test_measurements_are_kept_apart(tmp_path: Path) -> None:
     assert store.read("a", {"x": 3}) is None
     store.write("a", {"x": 1}, {"value": 4})  # the last one stays
     assert store.read("a", {"x": 1}) == {"value": 4}
+    odd = {"x": {(1, 2): 1, 3: 2, "a": 3}}  # keys that JSON has not, and that nothing sorts
+    store.write("a", odd, {"value": 5})
+    assert store.read("a", odd) == {"value": 5}
 
 
 def test_training_is_timed_with_rows_enough_for_autocast() -> None:
