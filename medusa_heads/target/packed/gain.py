@@ -44,7 +44,8 @@ def forward_gain(model: PreTrainedModel, layers: Mapping[nn.Linear, Copies]) -> 
     except (KeyError, ValueError):
         contention = Contention()
         # Without what the caller's forward is told of a tree, nor its autocast.
-        gain = Context().run(_measured_gain, model, layers)
+        with torch.autocast("cpu", enabled=False):
+            gain = Context().run(_measured_gain, model, layers)
     if gain is not None and not contention.seen():
         store.write(_KIND, facts, {"gain": gain})
     return gain

@@ -60,9 +60,12 @@ def test_what_a_forward_gains_is_measured_once_and_leaves_no_trace(
     contention = SimpleNamespace(seen=lambda: False)
     monkeypatch.setattr(module, "Contention", lambda: contention)
     monkeypatch.setattr(module, "_LONG", float("inf"))  # however busy this machine is
-    with torch.no_grad(), tree_attention(mask):
+    autocast: set[bool] = set()
+    model.lm_head.register_forward_hook(lambda *_: autocast.add(torch.is_autocast_enabled("cpu")))
+    with torch.no_grad(), tree_attention(mask), torch.autocast("cpu", torch.bfloat16):
         gain = forward_gain(model, layers)
     assert gain is not None and gain > 0.0 and not counted
+    assert autocast == {False}
     assert not any("forward" in vars(layer) for layer in model.modules())
     monkeypatch.setattr(model, "forward", None)  # it is kept
     assert forward_gain(model, layers) == gain
