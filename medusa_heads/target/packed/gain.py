@@ -46,7 +46,8 @@ def forward_gain(model: PreTrainedModel, layers: Mapping[nn.Linear, Copies]) -> 
         # Without what the caller's forward is told of a tree, nor its autocast.
         with torch.autocast("cpu", enabled=False):
             gain = Context().run(_measured_gain, model, layers)
-    if gain is not None and not contention.seen():
+    # A forward that failed, as for want of memory, may not fail in another process.
+    if gain and not contention.seen():
         store.write(_KIND, facts, {"gain": gain})
     return gain
 
