@@ -40,14 +40,15 @@ def forward_gain(model: PreTrainedModel, layers: Mapping[nn.Linear, Copies]) -> 
     }
     store = Measurements()
     try:
-        return as_seconds((store.read(_KIND, facts) or {})["gain"], least=0)
+        kept = (store.read(_KIND, facts) or {})["gain"]
+        return None if kept is None else as_seconds(kept, least=0)
     except (KeyError, ValueError):
         contention = Contention()
         # Without what the caller's forward is told of a tree, nor its autocast.
         with torch.autocast("cpu", enabled=False):
             gain = Context().run(_measured_gain, model, layers)
     # A forward that failed, as for want of memory, may not fail in another process.
-    if gain and not contention.seen():
+    if gain != 0.0 and not contention.seen():
         store.write(_KIND, facts, {"gain": gain})
     return gain
 

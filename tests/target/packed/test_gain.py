@@ -84,8 +84,12 @@ def test_forwards_that_take_long_or_fail(
         assert forward_gain(failing, of_one) == 0.0
     again = forward_gain(failing, of_one)
     assert again is not None and again > 0.0
-    monkeypatch.setattr(module, "_LONG", 0.0)
-    assert forward_gain(model, {model.lm_head: Copies(turned=True)}) is None
-    monkeypatch.setattr(module, "_LARGE", failing.lm_head.weight.nbytes - 1)
     monkeypatch.setattr(failing, "forward", None)  # is not asked
-    assert forward_gain(failing, of_one) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_LARGE", failing.lm_head.weight.nbytes - 1)
+        assert forward_gain(failing, of_one) is None
+    of_one = {model.lm_head: Copies(turned=True)}
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_LONG", 0.0)
+        assert forward_gain(model, of_one) is None
+    assert forward_gain(model, of_one) is None  # as it was kept
