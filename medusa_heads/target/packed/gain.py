@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import DynamicCache
 
+from medusa_heads.cache_names import cache_argument
 from medusa_heads.machine.measurements import Contention, Measurements, as_seconds
 from medusa_heads.target.packed.layer import Copies, PackedLayer
 
@@ -57,6 +59,7 @@ def forward_gain(model: PreTrainedModel, layers: Mapping[nn.Linear, Copies]) -> 
 def _measured_gain(model: Any, layers: Mapping[nn.Linear, Copies]) -> float | None:
     packed = {layer: PackedLayer(layer, copies) for layer, copies in layers.items()}
     token_11 = torch.zeros(1, 1, dtype=torch.long, device="cpu")
+    given: dict[str, Any] = {"input_ids": token_11, "use_cache": True}
 
     def seconds(copied: bool) -> float:
         try:
@@ -64,13 +67,15 @@ def _measured_gain(model: Any, layers: Mapping[nn.Linear, Copies]) -> float | No
                 for layer, copies in packed.items():
                     layer.__dict__["forward"] = copies.forward
             began = time.perf_counter()
-            model.forward(input_ids=token_11, use_cache=False)  # whatever hooks count forwards
+            model.forward(**given)  # whatever hooks count forwards
             return time.perf_counter() - began
         finally:
             for layer in packed:
                 layer.__dict__.pop("forward", None)
 
     try:
+        # Over a state, as in decoding: without one some read a token as a padded piece of a prompt.
+        given[cache_argument(model.forward)] = DynamicCache(config=model.config)
         seconds(False)
         if seconds(False) >= _LONG:
             return None

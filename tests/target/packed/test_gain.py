@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import wraps
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from medusa_heads.cache_names import cache_argument
 from medusa_heads.machine.kernels import has_packed_products
 from medusa_heads.target.attention import TreeMask, tree_attention
 from medusa_heads.target.packed import gain as module
@@ -56,17 +59,26 @@ def test_what_a_forward_gains_is_measured_once_and_leaves_no_trace(
     layers = {layer: Copies(turned=True) for layer in (model.lm_head, up_proj)}
     counted: list[int] = []
     model.register_forward_hook(lambda *_: counted.append(1))
+    lengths: list[int] = []  # of the text before each forward
+    autocast: set[bool] = set()
+    forward, argument = model.forward, cache_argument(model.forward)
+
+    @wraps(forward)
+    def read(**given: Any) -> Any:
+        lengths.append(given[argument].get_seq_length())
+        autocast.add(torch.is_autocast_enabled("cpu"))
+        return forward(**given)
+
+    monkeypatch.setattr(model, "forward", read)
     mask = TreeMask(torch.ones(1, 1, 5).bool(), torch.tensor([[4]]), 4)
     contention = SimpleNamespace(seen=lambda: False)
     monkeypatch.setattr(module, "Contention", lambda: contention)
     monkeypatch.setattr(module, "_LONG", float("inf"))  # however busy this machine is
-    autocast: set[bool] = set()
-    model.lm_head.register_forward_hook(lambda *_: autocast.add(torch.is_autocast_enabled("cpu")))
     with torch.no_grad(), tree_attention(mask), torch.autocast("cpu", torch.bfloat16):
         gain = forward_gain(model, layers)
     assert gain is not None and gain > 0.0 and not counted
-    assert autocast == {False}
-    assert not any("forward" in vars(layer) for layer in model.modules())
+    assert lengths == list(range(len(lengths))) and autocast == {False}
+    assert not any("forward" in vars(module) for module in model.modules() if module is not model)
     monkeypatch.setattr(model, "forward", None)  # it is kept
     assert forward_gain(model, layers) == gain
 
