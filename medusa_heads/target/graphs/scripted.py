@@ -27,7 +27,6 @@ from medusa_heads.target.attention import TreeMask
 from medusa_heads.target.cache import RowCache
 from medusa_heads.target.graphs.captured import CapturedTarget
 from medusa_heads.target.graphs.static_cache import StaticRowCache, explicit_inputs, given_to
-from medusa_heads.target.packed.matrices import ROWS
 from medusa_heads.target.recurrent import is_recurrent
 from medusa_heads.target.scans import has_scans
 from medusa_heads.target.target import TargetModel
@@ -115,7 +114,7 @@ class ScriptedTarget(CapturedTarget):
         known: dict[Any, Any] = self._recorded.setdefault(cache, {})
         used = mask.first_on_host + nodes
         seen = _seen(used, mask.visible_BNS.shape[2])
-        kind = nodes == 1, packed is not None and rows in ROWS, seen
+        kind = nodes == 1, packed is not None and packed.serve(rows), seen
         forwards: _Forwards = known.setdefault(kind, _Forwards())
 
         def plain() -> Tensor:

@@ -102,6 +102,15 @@ class PackedMatrices:
         """What they take besides the model's own."""
         return sum(each.copies.count * layer.weight.nbytes for layer, each in self._packed.items())
 
+    def serve(self, rows: int) -> bool:
+        """Whether so many rows are multiplied by any, in this text."""
+        if rows not in ROWS:
+            return False
+        with self._lock:
+            if self._served is None:
+                self._served = self.rows
+            return rows in self._served
+
     def look(self, rows: int) -> None:
         """See that what so many rows are multiplied by is packed from the weights of this text."""
         if rows in ROWS and not self._looked:
@@ -111,14 +120,8 @@ class PackedMatrices:
     @contextmanager
     def instead(self, rows: int) -> Iterator[None]:
         """Within the block, the layers of this model multiply so many rows by packed matrices."""
-        if rows not in ROWS or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
-            yield
-            return
-        with self._lock:
-            if self._served is None:
-                self._served = self.rows
-            serves = rows in self._served
-        if not serves:
+        own = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+        if own or not self.serve(rows):
             yield
             return
         with self._lock:

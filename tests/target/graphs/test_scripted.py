@@ -60,6 +60,25 @@ def test_planted_drafts_of_many_sizes(model: Any, noted: list[int]) -> None:
     assert proved == {2, 4, 6, 17}
 
 
+@pytest.mark.skipif(not has_packed_products(torch.float32), reason="torch packs no matrix here")
+def test_trees_of_which_only_larger_ones_are_read_by_packed_matrices(
+    model: Any, noted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of four nodes and more, as on many processors: a script for these, one for others."""
+    gains = {"few": 2.0}
+    monkeypatch.setattr(matrices, "SMALLEST", 1)
+    monkeypatch.setattr(matrices, "packed_gain", lambda *of: gains.get(of[-1], 1.0))
+    monkeypatch.setattr(matrices, "turned_gain", lambda *_: 1.0)
+    target, inputs = ScriptedTarget(model), padded([0], 12)
+    free = TrainingFreeModel(target)
+    expected = reference(model, **inputs, **GREEDY)
+    for shape in (*SHAPES[1:], SHAPES[2], [(0,), (0, 0)]):  # 6, 2, 4, 2 and 3 nodes
+        free.drafter = PlantedDrafter(expected[:, 12:].tolist(), 199, shape)
+        assert decodes(free, inputs, expected)
+    assert not target.gave_up
+    assert sorted(noted) == [2, 3, 4, 6]
+
+
 @pytest.mark.slow
 def test_a_text_is_attended_to_as_it_grows(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a script for each number of slots, which doubles, and not to all that there are."""
