@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextvars import Context
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,10 @@ def forward_gain(model: PreTrainedModel, layers: Mapping[nn.Linear, Copies]) -> 
 
 @torch.inference_mode()
 def _measured_gain(model: Any, layers: Mapping[nn.Linear, Copies]) -> float | None:
-    packed = {layer: PackedLayer(layer, copies) for layer, copies in layers.items()}
+    packed = {
+        layer: PackedLayer(layer, replace(copies, packed=copies.packed & {1}))
+        for layer, copies in layers.items()
+    }
     token_11 = torch.zeros(1, 1, dtype=torch.long, device="cpu")
     given: dict[str, Any] = {"input_ids": token_11, "use_cache": True}
 
