@@ -32,6 +32,7 @@ _TEMPLATE_FAULTS = (
 )  # fmt: skip
 
 _PROBE = {"role": "user", "content": "medusa"}
+_DEVELOPED = ({**_PROBE, "role": "developer"}, {"role": "user", "content": "x"})
 _ARGUMENTS = {"x": "y"}
 _CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": _ARGUMENTS}}
 _CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
@@ -67,9 +68,13 @@ class ChatTemplate:
         # Templates of models that also see images may take texts for lists, and write nothing.
         self._takes_parts = self._writes(parted(_PROBE)) and not self._writes(_PROBE)
 
-    def _writes(self, message: Mapping[str, Any]) -> bool:
-        """Whether the text of a message is in what the template makes of it."""
-        return _PROBE["content"] in (self._made_of(message) or "")
+    def _writes(self, *messages: Mapping[str, Any]) -> bool:
+        """Whether the text of the first message is in what the template makes of them."""
+        return _PROBE["content"] in (self._made_of(*messages) or "")
+
+    @cached_property
+    def _knows_developers(self) -> bool:
+        return self._writes(*map(parted if self._takes_parts else dict, _DEVELOPED))
 
     def _made_of(self, *messages: Mapping[str, Any]) -> str | None:
         """What the template makes of messages as they are, if it takes them."""
@@ -111,6 +116,8 @@ class ChatTemplate:
         """A message in the form that the template takes."""
         if message.get("tool_calls"):
             message = with_arguments(message, as_text=self._calls_in_text)
+        if message["role"] == "developer" and not self._knows_developers:
+            message = {**message, "role": "system"}  # or templates such as Qwen's leave it out
         return parted(message) if self._takes_parts else message
 
     def _apply(self, messages: list[Any], tools: list[Any] | None, ask: bool) -> Any:
