@@ -45,13 +45,13 @@ class Server:
         cache_bytes: that keys and values may take; None: as much as the rows need.
         kept_bytes: that those of ended texts may take besides, which are kept for prompts that
             begin alike; 0: none are.
-        api_key: that clients must send; None: none.
+        api_key: that clients must send, without the white space around it; None: none.
         name: of the model for clients; by default its target's.
         allowed_origins: of web pages that may ask, such as `"https://page.example"`; `"*"`: of all.
 
     Raises:
-        ValueError: the port is taken, an origin is none, or the model cannot be decoded in rows
-            that come and go, or not by its own generation settings.
+        ValueError: the port is taken, an origin is none, the key is empty, or the model cannot be
+            decoded in rows that come and go, or not by its own generation settings.
 
     Attributes:
         url: where it listens.
@@ -76,6 +76,8 @@ class Server:
         for what, number in (("max_rows", max_rows), ("queue", queue)):
             if number < 1:
                 raise ValueError(f"{what} must be at least 1, got {number}")
+        if api_key is not None and not (api_key := api_key.strip()):  # as headers are
+            raise ValueError("the API key is empty: leave it out, or give one")
         origins = origins_of(allowed_origins)
         target = model.target
         batch = model.running_batch(max_rows, kept_bytes)

@@ -85,3 +85,17 @@ def test_any_page_with_a_key_and_without(endless: Any, tokenizer: Any) -> None:
 def test_what_is_no_origin(origin: str) -> None:
     with pytest.raises(ValueError, match="an allowed origin is such as "):
         origins_of(["*", origin])
+
+
+@pytest.mark.parametrize("key", ["", " "])
+def test_a_key_that_is_empty_keeps_nobody_out(key: str, endless: Any, tokenizer: Any) -> None:
+    """And would let pages of any name ask, as if there were one."""
+    with pytest.raises(ValueError, match="the API key is empty"):
+        Server(endless, tokenizer, port=0, api_key=key)
+
+
+def test_a_key_is_what_headers_say_of_it(endless: Any, tokenizer: Any) -> None:
+    """Without the white space around it."""
+    with Server(endless, tokenizer, port=0, api_key=" s3cret\n") as server:
+        assert ask(server, "/v1/models", Authorization="Bearer s3cret")[0] == 200
+        assert ask(server, "/v1/models")[0] == 401
