@@ -74,7 +74,8 @@ class ChatTemplate:
 
     @cached_property
     def _knows_developers(self) -> bool:
-        return self._writes(*map(parted if self._takes_parts else dict, _DEVELOPED))
+        as_taken = parted if self._takes_parts else dict[str, Any]
+        return self._writes(*(as_taken(message) for message in _DEVELOPED))
 
     def _made_of(self, *messages: Mapping[str, Any]) -> str | None:
         """What the template makes of messages as they are, if it takes them."""
