@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from functools import wraps
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from medusa_heads.cache_names import cache_argument
-from medusa_heads.machine.kernels import has_packed_products
+from medusa_heads.machine.kernels import has_packed_products, turned_product
 from medusa_heads.target.attention import TreeMask, tree_attention
 from medusa_heads.target.packed import gain as module
 from medusa_heads.target.packed import layer as layer_module
@@ -83,6 +84,25 @@ def test_what_a_forward_gains_is_measured_once_and_leaves_no_trace(
     assert not any("forward" in vars(module) for module in model.modules() if module is not model)
     monkeypatch.setattr(model, "forward", None)  # it is kept
     assert forward_gain(model, layers) == gain
+
+
+def test_slow_copies_lose(tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what other programs may have disturbed is not kept."""
+
+    def slow(*given: Any) -> Any:
+        time.sleep(0.02)
+        return turned_product(*given)
+
+    monkeypatch.setattr(module, "_LONG", float("inf"))
+    monkeypatch.setattr(module, "Contention", lambda: SimpleNamespace(seen=lambda: True))
+    monkeypatch.setattr(layer_module, "turned_product", slow)
+    model = tiny_llama(num_layers=1)
+    of_one = {model.lm_head: Copies(turned=True)}
+    gain = forward_gain(model, of_one)
+    assert gain is not None and gain < 1.0
+    monkeypatch.setattr(layer_module, "turned_product", turned_product)
+    again = forward_gain(model, of_one)
+    assert again is not None and again > gain
 
 
 def test_forwards_that_take_long_or_fail(
