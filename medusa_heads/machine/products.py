@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -87,9 +87,11 @@ _WEIGHTS = 32 << 20  # of a pass: 128 MB in float32, more than most caches
 _WEIGHTS_OF_ONE = 8 << 20  # a larger matrix shows nothing that its part does not
 _PRODUCTS = 1 << 28  # multiplications of a pass: milliseconds
 _WIDEST = 512  # of matrices for many rows, bound by arithmetic, whose speed a part shows as well
-_ROUNDS = 9
+_ROUNDS, _FEWEST_ROUNDS = 9, 4
 _SECONDS = 0.25  # of all rounds; the first ones are run whatever they take
+_DECIDED = 1.5  # times the fastest, which the next one takes: further rounds would say the same
 _HOPELESS = 2.5  # times the fastest
+_HOPELESS_GAIN = 0.5  # with one row, which four would have to make up for
 # Rounds of what is fastest disagree by at most 0.3 where nothing else runs, else by much more.
 _AGREEING = 0.5
 _SQUARE = Shape(hidden=1024, intermediate=1024, layers=5)
@@ -136,8 +138,12 @@ def product_seconds(use: Use, device: torch.device, dtypes: Sequence[str], shape
 def int8_gain(dtype: torch.dtype) -> float:
     """How many times as fast as in the dtype products of one row and of four are in eight bits, on
     this CPU with the threads that torch uses; 0.0 where there is but a loop for them. Without
-    instructions for them it can be less than once."""
-    return _gain(INT8, dtype, ("decode", "draft"), _SQUARE) if has_int8_products() else 0.0
+    instructions for them it can be less than once, by far with one row alone, which is then all
+    that is timed."""
+    if not has_int8_products():
+        return 0.0
+    of_one = _gain(INT8, dtype, ("decode",), _SQUARE)
+    return of_one if of_one <= _HOPELESS_GAIN else _gain(INT8, dtype, ("decode", "draft"), _SQUARE)
 
 
 def packed_gain(dtype: torch.dtype, outputs: int, inputs: int, use: Use = "few") -> float:
@@ -206,12 +212,13 @@ def measure(
             others = [min(times[other, fewest]) for other in dtypes if times[other, fewest]]
             slow = first > _SLOW and first > _HOPELESS * min(others, default=first)
             for count in threads:
-                if not slow:
+                if count != fewest and not slow:
                     _timed(passes[dtype], count, device)
                 times[dtype, count].append(first if slow else _timed(passes[dtype], count, device))
         started = time.perf_counter()
-        for number in range(_ROUNDS - 1):
-            if number > 3 and time.perf_counter() - started > _SECONDS:
+        for number in range(1, _ROUNDS):
+            enough = _decided(times) or time.perf_counter() - started > _SECONDS
+            if number >= _FEWEST_ROUNDS and enough:
                 break
             least = min(map(min, times.values()))
             most = max(_HOPELESS * least, _SLOW / 4)
@@ -224,6 +231,12 @@ def measure(
     best = [min((each for each in times if each[0] == d), key=seconds.__getitem__) for d in dtypes]
     spread = max(_spread(times[each]) for each in best)
     return seconds, not contention.seen() and spread <= _AGREEING
+
+
+def _decided(times: Mapping[Any, Sequence[float]]) -> bool:
+    """Whether one is the fastest by far."""
+    fastest, *others = sorted(map(min, times.values()))
+    return not others or others[0] >= _DECIDED * fastest
 
 
 def _spread(taken: Sequence[float]) -> float:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -220,6 +222,46 @@ def test_autocast_takes_the_dtype_that_trains_faster(cache: Path) -> None:
     assert choose("train", shape=SMALL, device="cpu").dtype == BF16
     store_of(SLOW_BF16, "train")
     assert choose("train", shape=SMALL, device="cpu").dtype == torch.float32
+
+
+@pytest.mark.parametrize(("bf16", "rounds"), [(0.0014, 9), (0.0016, 4), (0.0006, 4)])
+def test_as_many_rounds_as_decide(
+    bf16: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes, clock = Counter[str](), {"now": 0.0}
+    takes = {"float32": 0.001, "bfloat16": bf16}
+
+    def one_pass(use: Any, device: Any, dtype: str, shape: Any) -> Any:
+        def run() -> None:
+            passes[dtype] += 1
+            clock["now"] += takes[dtype]
+
+        return run
+
+    told = SimpleNamespace(thread_time=lambda: clock["now"], perf_counter=lambda: clock["now"])
+    monkeypatch.setattr(products, "time", told)
+    monkeypatch.setattr(products, "_pass", one_pass)
+    found, _ = products.measure("tree", CPU, list(takes), [1], SMALL)
+    assert found == pytest.approx({(dtype, 1): seconds for dtype, seconds in takes.items()})
+    assert passes == dict.fromkeys(takes, rounds + 1)  # and one that compiles a kernel
+
+
+def test_eight_bits_that_are_far_slower_for_one_row_are_not_timed_for_more(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "has_int8_products", lambda: True)
+    asked = []
+
+    def seconds(use: str, device: Any, dtypes: list[str], shape: Any) -> dict[Any, float]:
+        asked.append(use)
+        threads = torch.get_num_threads()
+        return {("float32", threads): 1.0, ("int8", threads): {"decode": takes, "draft": 0.5}[use]}
+
+    monkeypatch.setattr(products, "product_seconds", seconds)
+    takes = 2.5
+    assert products.int8_gain(torch.float32) == 0.4 and asked == ["decode"]
+    takes = 1.5
+    assert products.int8_gain(torch.float32) == 1.0 and "draft" in asked
 
 
 def test_fewer_threads_where_they_are_clearly_faster() -> None:
