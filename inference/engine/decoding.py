@@ -82,6 +82,8 @@ def decode(
         # Cheaper than no_grad by several percent of a small target's step. Not where accelerate
         # moves weights in the middle of a forward: they would be left as inference tensors.
         with torch.no_grad() if hasattr(target.model, "_hf_hook") else torch.inference_mode():
+            # To graphs, what was made outside is another kind of tensor.
+            state.roots_B, state.hidden_BD = state.roots_B.clone(), state.hidden_BD.clone()
             plain = recorder is None and exchange is None
             if plain and beginning.in_whole_steps:
                 on_device = device_loop(target, drafter, rule, state, beginning.ends)

@@ -14,6 +14,24 @@ from tests.conftest import TinyLlama
 from tests.pairs import with_slow
 
 
+def test_steps_behind_a_prompt_have_no_graph_of_their_own(tiny_llama: TinyLlama) -> None:
+    """What the prompt has yielded was made outside of inference mode, what a step yields within."""
+    model: Any = tiny_llama(num_layers=1)
+    model.generation_config.pad_token_id = 0
+    graphs: list[Any] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    heads = new_heads(model, HeadsConfig(num_heads=2))
+    medusa: Any = MedusaModel(model, heads, tree="none", compile=True, compile_backend=count)
+    ids: Any = torch.arange(1, 9)[None]
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(medusa.generate(ids, **given), model.generate(ids, **given))
+    assert len(graphs) == 1
+
+
 @pytest.mark.parametrize("compile", with_slow([True], ["steps"]))
 def test_texts_go_on_where_torch_keeps_too_many_graphs(tiny_llama: TinyLlama, compile: Any) -> None:
     """Those of the process are counted together. What has a graph is decoded by it."""
