@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +22,7 @@ from torch import Tensor
 from medusa_heads.config import IGNORED
 from medusa_heads.heads import DraftHeads, Eagle3Heads
 from medusa_heads.heads.base import After
+from medusa_heads.training.data.columns import row_lengths
 from medusa_heads.training.hidden.states import Batch, HiddenStates, refuse_not_finite
 from medusa_heads.training.loss.rows import SupervisedRows, read_rows
 from medusa_heads.training.measure.metrics import head_ranks
@@ -45,7 +45,8 @@ MAX_POSITIONS = 4096  # enough for one number a head, and a few seconds' work
 _ROWS = 256  # that they are from, of long ones; so many differ enough
 _SEQUENTIAL_POSITIONS = 1024  # at which trees of sequential heads, which cost more, are built
 _WELL_SO_FAR = 2  # a head's draft is looked at where the heads before it held the truth this high
-_BATCH = 8
+_BATCH = 8  # rows that the target reads at once, at most
+_TOKENS_AT_ONCE = 1 << 14  # where nobody says how many rows fit: its memory grows with these
 _LOGITS_AT_ONCE = 1 << 24
 BINS = 15
 
@@ -72,32 +73,41 @@ def measure_heads(
 ) -> tuple[HeadStatistics, list[dict[str, Any]]]:
     """Everything that is known of heads after their training, of heads from anywhere: statistics,
     calibrated, and how honest each head is. Every position of the text (columns `input_ids` and
-    `labels`) is measured; the target reads it once, and `watch` shows how far. Raises ValueError:
-    no position has a true token for every head, or the target's hidden states are not finite."""
-    found = _positions(heads, hidden_states, text, watch=watch)
+    `labels`) is measured; the target reads it once, long rows by fewer at a time, and `watch` shows
+    how far. Raises ValueError: no position has a true token for every head, or the target's hidden
+    states are not finite."""
+    longest = int(row_lengths(text).max(initial=1))
+    read = _Read(hidden_states, text, min(_BATCH, max(_TOKENS_AT_ONCE // longest, 1)))
+    found = _positions(heads, read, watch=watch)
     refuse_not_finite(found.hidden_SD)
     rows = SupervisedRows(torch.arange(len(found.hidden_SD)), found.labels_SK, found.tokens_SK)
     statistics = HeadStatistics.from_ranks(head_ranks(heads, found.hidden_SD, rows, MAX_RANK))
-    return statistics, _calibrate(statistics, heads, found, partial(_read, hidden_states, text))
+    return statistics, _calibrate(statistics, heads, found, read)
 
 
 @torch.no_grad()
 def calibrate(
-    statistics: HeadStatistics, heads: DraftHeads, hidden_states: HiddenStates, held_out: Dataset
+    statistics: HeadStatistics,
+    heads: DraftHeads,
+    hidden_states: HiddenStates,
+    held_out: Dataset,
+    batch_size: int = _BATCH,
 ) -> list[dict[str, Any]]:
     """Fit the temperatures by held-out likelihood, and measure dynamic trees with them; both are
     written into `statistics`. Returns how honest each head is. Only positions with a true token for
     every head count (without any, nothing is done). Rows are drawn until they have MAX_POSITIONS,
-    at least _ROWS of them: each gives its positions evenly, and the target reads no others."""
+    at least _ROWS of them: each gives its positions evenly, and the target reads no others, and at
+    most `batch_size` at once, as in the run's evaluations."""
     drawn = np.random.default_rng(0).permutation(len(held_out))
     drawn[:_ROWS].sort()  # a small text is read as it stands
     text = held_out.select(drawn)
     supervised = sum((np.asarray(labels) != IGNORED).sum() for labels in text[:_ROWS]["labels"])
     every = -(-int(supervised) // MAX_POSITIONS)
-    found = _positions(heads, hidden_states, text, every=every, enough=MAX_POSITIONS)
+    read = _Read(hidden_states, text, min(batch_size, _BATCH))
+    found = _positions(heads, read, every=every, enough=MAX_POSITIONS)
     if not len(found.hidden_SD):
         return []
-    return _calibrate(statistics, heads, found, partial(_read, hidden_states, text))
+    return _calibrate(statistics, heads, found, read)
 
 
 def calibration_figures(calibrations: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -130,19 +140,35 @@ class _Positions(NamedTuple):
         return (self.part(slice(i, i + step)) for i in range(0, len(self.start_S), step))
 
 
+class _Read(NamedTuple):
+    """A text that the target reads, so many rows at once."""
+
+    hidden_states: HiddenStates
+    text: Dataset
+    batch_size: int
+
+    def rows(self, start: int) -> range:
+        """Those of the batch that begins there."""
+        return range(start, min(start + self.batch_size, len(self.text)))
+
+    def __call__(self, start: int) -> tuple[Tensor, Batch]:
+        """That batch, with the target's hidden states of it."""
+        batch = self.hidden_states.collate([self.text[i] for i in self.rows(start)])
+        batch = send_to_device(batch, self.hidden_states.target.device)
+        return self.hidden_states.of(batch), batch
+
+
 def _positions(
     heads: DraftHeads,
-    hidden_states: HiddenStates,
-    text: Dataset,
+    read: _Read,
     *,
     every: int = 1,
     enough: float = math.inf,
     watch: Watch = iter,
 ) -> _Positions:
-    starts = range(0, len(text), _BATCH)
     parts: list[_Positions] = []
-    for chosen in watch([range(start, min(start + _BATCH, len(text))) for start in starts]):
-        hidden_BTD, batch = _read(hidden_states, text, chosen.start)
+    for chosen in watch([*map(read.rows, range(0, len(read.text), read.batch_size))]):
+        hidden_BTD, batch = read(chosen.start)
         hidden_RD, rows = read_rows(heads, hidden_BTD, batch)
         taken_R = (rows.labels_RK != IGNORED).all(dim=1).nonzero().flatten()[::every]
         start_R = torch.full_like(rows.positions_R, chosen.start)
@@ -153,19 +179,11 @@ def _positions(
     return _Positions(*map(torch.cat, zip(*parts, strict=True)))
 
 
-def _read(hidden_states: HiddenStates, text: Dataset, start: int) -> tuple[Tensor, Batch]:
-    """The batch of rows that begins there, with the target's hidden states of it."""
-    rows = range(start, min(start + _BATCH, len(text)))
-    batch = hidden_states.collate([text[i] for i in rows])
-    batch = send_to_device(batch, hidden_states.target.device)
-    return hidden_states.of(batch), batch
-
-
 def _calibrate(
     statistics: HeadStatistics,
     heads: DraftHeads,
     found: _Positions,
-    read: Callable[[int], tuple[Tensor, Batch]],
+    read: _Read,
 ) -> list[dict[str, Any]]:
     """A head's node is reached only where the heads before it were right, and there it is surer
     than elsewhere. Its temperature is therefore fitted on positions where the true tokens were
@@ -227,7 +245,7 @@ def _dynamic_tokens_per_step(
     temperatures: list[float],
     found: _Positions,
     step: int,
-    read: Callable[[int], tuple[Tensor, Batch]],
+    read: _Read,
 ) -> dict[int, float]:
     """1 + the mean number of accepted nodes of dynamic trees at the measured positions, by size, as
     far as the tokens that can be drafted fill one."""
@@ -253,7 +271,7 @@ def _dynamic_tokens_per_step(
 
 
 def _followed(
-    heads: DraftHeads, found: _Positions, step: int, read: Callable[[int], tuple[Tensor, Batch]]
+    heads: DraftHeads, found: _Positions, step: int, read: _Read
 ) -> Iterable[tuple[_Positions, After | None]]:
     """The positions in parts, and what sequential heads say behind drafts there. Those that go on
     from their own output see the text before, which is read again for them."""

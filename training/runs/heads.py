@@ -191,9 +191,8 @@ def train_heads(
         ranks_BTK = torch.as_tensor(measured.predictions)
         statistics = rank_statistics(ranks_BTK)
         asked = trainer.is_world_process_zero() or is_sharded(run.target)  # which all run together
-        calibrations = in_all(
-            lambda: calibrate(statistics, heads, hidden_states, run.data.held_out) if asked else []
-        )
+        given = statistics, heads, hidden_states, run.data.held_out, batch_size
+        calibrations = in_all(lambda: calibrate(*given) if asked else [])
 
         def write() -> None:
             if trainer.args.report_to:

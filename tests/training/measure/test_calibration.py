@@ -169,3 +169,32 @@ def test_hidden_states_that_are_no_numbers(tiny_llama: TinyLlama) -> None:
     rows = Dataset.from_dict({"input_ids": [[1, 2, 3, 4]], "labels": [[1, 2, 3, 4]]})
     with pytest.raises(ValueError, match=r"not finite in torch\.float32"):
         measure_heads(heads, HiddenStates(target), rows)
+
+
+def test_no_more_rows_at_once_than_an_evaluation_reads(
+    tiny_llama: TinyLlama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of long rows more may not fit, after all of the training; a few short ones always do."""
+    target = TargetModel(tiny_llama())
+    shapes: list[tuple[int, int]] = []
+    read = HiddenStates.of
+
+    def watched(states: HiddenStates, inputs: Mapping[str, Any]) -> Tensor:
+        shapes.append(tuple(inputs["input_ids"].shape))
+        return read(states, inputs)
+
+    monkeypatch.setattr(HiddenStates, "of", watched)
+    ids = torch.randint(199, (12, 30), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    sizes: Any = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 2}
+    args = TrainingArguments(str(tmp_path), max_steps=1, report_to="none", use_cpu=True, **sizes)
+    config = HeadsConfig(kind="eagle3", num_heads=2)
+    heads = train_heads(
+        target, rows, eval_dataset=rows, config=config, output_dir=tmp_path, training_args=args
+    )
+    assert max(rows for rows, _ in shapes) == 2
+    monkeypatch.setattr(calibration, "_TOKENS_AT_ONCE", 100)
+    shapes.clear()
+    statistics, _ = measure_heads(heads, HiddenStates(target), rows)
+    assert {rows for rows, _ in shapes} == {3}
+    assert statistics.to_dict() == read_sidecar(tmp_path)["statistics"]
