@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from medusa_heads.inference.engine.device_state import DeviceState
 
 _numbers = count()
+_ROOM = 512  # slots beside twice the longest text, which are kept
 
 
 class Drafter(ABC):
@@ -152,6 +153,12 @@ class Memory:
     def __init__(self, rows: Sequence[Text]) -> None:
         self.rows = list(rows)
         self.lengths = [row.length for row in rows]
+
+    @property
+    def most_slots(self) -> int:
+        """Slots to keep room for where rows have left: one of these may have been far longer than
+        the others are."""
+        return 2 * max(self.lengths) + _ROOM
 
     def committed(self) -> list[list[int]]:
         """What each text went on with since."""

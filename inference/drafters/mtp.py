@@ -90,6 +90,7 @@ class MtpText(Memory):
         kept = self.follow(state.rows)
         if kept is not None and self._last_BFD is not None:
             self._cache.select_batch(kept)
+            self._cache.fit(self.most_slots)
             self._last_BFD = self._last_BFD[kept]
         self._coupling, self._ahead = coupling(state), 0
         starts, (hidden_BFD, tokens_BF, counts) = self._unread(state)

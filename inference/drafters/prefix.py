@@ -63,7 +63,7 @@ class PrefixMemory(Memory):
         """Take in what was committed since last time; the layer's output at its end, [B, O]."""
         kept = self.follow(state.rows)
         if kept is not None and self._held_LBASE is not None:
-            self._held_LBASE = self._held_LBASE[:, kept]
+            self._held_LBASE = self._held_LBASE[:, :, :, : self.most_slots][:, kept]
         hidden_BPX, following_BP, counts = unread(state)
         device, longest = hidden_BPX.device, hidden_BPX.shape[1]
         batch_B1 = torch.arange(len(counts), device=device)[:, None]
@@ -153,6 +153,7 @@ class Eagle3Text(Memory):
         kept = self.follow(state.rows)
         if kept is not None:
             self._cache.select_batch(kept)
+            self._cache.fit(self.most_slots)
         hidden_BPX, following_BP, counts = unread(state)
         hidden_BPD = self._heads.fuse(hidden_BPX)
         device = hidden_BPD.device

@@ -158,6 +158,7 @@ class DraftedText(Memory):
         kept = self.follow(texts)
         if kept is not None:
             self._cache.select_batch(kept)
+            self._cache.fit(self.most_slots)
             self._translated = [self._translated[i] for i in kept] if self._translated else []
             self._padding = [self._padding[i] for i in kept]
             self._forget_nodes()

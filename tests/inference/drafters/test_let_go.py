@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import TextIteratorStreamer
 
-from medusa_heads import HeadsConfig, MedusaModel, TrainingFreeModel, new_heads
+from medusa_heads import DraftedModel, HeadsConfig, MedusaModel, TrainingFreeModel, new_heads
+from medusa_heads.inference.drafters.base import Memory
 from tests.conftest import TinyLlama
 from tests.inference.padded import padded
 from tests.inference.reference import reference
@@ -69,3 +70,32 @@ def test_a_decoder_is_copied_after_a_streamed_text(tiny_llama: TinyLlama) -> Non
 class SaysNothing:
     def decode(self, *_: Any, **__: Any) -> str:
         return ""
+
+
+@pytest.mark.parametrize("kind", ["draft", "eagle3", "medusa"])
+def test_what_was_read_of_a_long_row_is_let_go(tiny_llama: TinyLlama, kind: Any) -> None:
+    """Rows beside it go on, and what they join may never end."""
+    model = tiny_llama(max_position_embeddings=2048)
+    if kind == "draft":
+        decoder: Any = DraftedModel(model, tiny_llama(num_layers=1), tree="chain:3")
+    else:
+        config = HeadsConfig(kind=kind, num_heads=3, prefix_attention=kind == "medusa")
+        decoder = MedusaModel(model, new_heads(model, config), tree="dynamic:8")
+    batch = decoder.running_batch(2)
+    long, short = (torch.arange(8, 8 + n)[None] % 190 + 8 for n in (1500, 3))
+    first = batch.add(long, max_new_tokens=4, min_new_tokens=4)
+    batch.add(short, max_new_tokens=90, min_new_tokens=90)
+    (state,) = (each.state for each in batch._batches.values())
+    assert not batch.step()
+    (memory,) = (each for each in state.memories.values() if isinstance(each, Memory))
+    assert slots(memory) >= 1500
+    while not first.done:
+        assert not batch.step()
+    assert not batch.step()
+    assert slots(memory) < 1000
+
+
+def slots(memory: Any) -> int:
+    """For which a drafter keeps room of each row."""
+    held = memory.held if hasattr(memory, "held") else memory.cache.row_layers[0].buffers()[0]
+    return int(held.shape[-2])
