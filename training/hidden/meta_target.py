@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
 from medusa_heads.contents import refuse_adapter, refuse_heads, refuse_judges, refuse_settings
 from medusa_heads.errors import first_line
@@ -16,6 +16,7 @@ from medusa_heads.files import expanded, read_json
 from medusa_heads.hub_probe import asking_hub
 from medusa_heads.machine.choice import choose
 from medusa_heads.machine.products import Shape
+from medusa_heads.target.loading import loader_of
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
 
@@ -68,7 +69,7 @@ def meta_target(arguments: TargetArguments, device: torch.device | None = None) 
                 count_threads=False,
             ).dtype
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
+            model = loader_of(config).from_config(
                 config,
                 dtype=dtype,
                 trust_remote_code=arguments.trust_remote_code,

@@ -12,6 +12,7 @@ from medusa_heads.data.prompts import stop_ids
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
 from medusa_heads.training.hidden.meta_target import meta_target, weights_on_disk
+from scripts.prove.seeing.models import build
 
 
 def test_it_stops_where_the_target_does(target: TargetModel, tmp_path: Path) -> None:
@@ -22,6 +23,15 @@ def test_it_stops_where_the_target_does(target: TargetModel, tmp_path: Path) -> 
     assert stop_ids(meta_target(arguments).model) == (1, 7)
     (tmp_path / "generation_config.json").unlink()
     assert stop_ids(meta_target(arguments).model) == (target.config.eos_token_id,)
+
+
+def test_a_target_that_reads_images_is_of_the_class_that_is_loaded(tmp_path: Path) -> None:
+    """transformers knows most of them as no causal LMs."""
+    loaded = build("qwen3_vl")
+    loaded.save_pretrained(tmp_path)
+    made = meta_target(TargetArguments(str(tmp_path), dtype="float32"))
+    assert type(made.model) is type(loaded)
+    assert made.vocab_size == TargetModel(loaded).vocab_size
 
 
 def test_weights_are_here_where_all_files_of_the_index_are(tmp_path: Path) -> None:
