@@ -123,15 +123,18 @@ def behind_texts(
     sees_BFP: Tensor,
     positions_BF: Tensor,
     written_BP: Tensor | None,
+    starts_B1: Tensor | None = None,
 ) -> TreeMask:
     """What F new tokens see that stand in the slots behind the longest text and behind P - F that
     were written there before, whose positions are `written_BP`. They see their own text, whose
     token at position p lies in slot p + offset, up to its length; and of the P tokens behind the
-    texts, their own last, what `sees_BFP` says."""
+    texts, their own last, what `sees_BFP` says. A text begins where position 0 lies, or at the slot
+    `starts_B1`: images may take fewer positions than slots."""
     new, past = sees_BFP.shape[1], max(lengths)
     slots_S = torch.arange(past, device=offsets_B1.device)
     ends_B1 = torch.tensor(lengths, device=offsets_B1.device)[:, None]
-    held_BS = (slots_S >= offsets_B1) & (slots_S < ends_B1)
+    begun_BS = slots_S >= (offsets_B1 if starts_B1 is None else starts_B1)
+    held_BS = begun_BS & (slots_S < ends_B1)
     visible_BFS = torch.cat([held_BS[:, None].expand(-1, new, -1), sees_BFP], dim=2)
     first = past + sees_BFP.shape[2] - new
     return TreeMask(

@@ -43,7 +43,8 @@ class ThinnedTarget:
         for as long as it is asked. Until it is closed, the state's cache is longer."""
         cache, past, device = state.cache, max(state.lengths), state.roots_B.device
         padding_B1 = torch.tensor(state.padding, device=device)[:, None]
-        ends_B1 = torch.tensor(state.lengths, device=device)[:, None] - padding_B1
+        offsets_B1 = padding_B1 - torch.tensor(state.ahead, device=device)[:, None]
+        ends_B1 = torch.tensor(state.lengths, device=device)[:, None] - offsets_B1
         positions_BP = ends_B1[:, :0]
         tokens_B, coupled = state.roots_B, coupling(state)
         try:
@@ -51,7 +52,9 @@ class ThinnedTarget:
                 written = positions_BP.shape[1]
                 position_B1 = self._target.within(ends_B1 + written)
                 sees_B1P = ends_B1.new_ones(len(ends_B1), 1, written + 1, dtype=torch.bool)
-                mask = behind_texts(state.lengths, padding_B1, sees_B1P, position_B1, positions_BP)
+                mask = behind_texts(
+                    state.lengths, offsets_B1, sees_B1P, position_B1, positions_BP, padding_B1
+                )
                 cache.set_length(mask.first_on_host)  # also of the layers that are left out
                 with self._stack.without(self._skipped):
                     logits_B1V = self._target.read(tokens_B[:, None], cache, mask)

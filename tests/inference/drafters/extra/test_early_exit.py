@@ -23,10 +23,14 @@ from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.models.training_free import TrainingFreeModel
 from medusa_heads.inference.plan import adaptive as adaptive_plan
 from medusa_heads.target.target import TargetModel
+from medusa_heads.trees.tree import TokenTree
+from scripts.prove.seeing.models import build, prompts
+from scripts.prove.seeing.texts import both
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.drafters.extra.thinned import STEPS, drafted, layered, read_state
 from tests.inference.drafters.growing import grow
 from tests.inference.padded import padded
+from tests.inference.planted import PlantedDrafter
 from tests.inference.reference import reference
 from tests.pairs import alternately, with_slow
 
@@ -78,6 +82,24 @@ def test_all_layers_draft_the_text_itself(model: Any) -> None:
     state = read_state(target, given["input_ids"], given["attention_mask"])
     levels = drafted(target, state, [], 6)
     assert torch.equal(torch.tensor(levels).T, expected_BT[:, 11:].cpu())
+
+
+def test_all_layers_draft_the_text_behind_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which take fewer positions than tokens."""
+    target, plan, compared = TargetModel(build("qwen3_vl")), PlantedDrafter.propose, 0
+
+    def propose(drafter: PlantedDrafter, state: DecodingState) -> TokenTree:
+        nonlocal compared
+        texts = zip(*drafted(target, state, [], 3), strict=True)
+        for row, said in zip(state.rows, texts, strict=True):
+            truth = drafter.truth(row)[len(row.tokens) :][:3]
+            assert list(said)[: len(truth)] == truth
+            compared += len(truth)
+        return plan(drafter, state)
+
+    monkeypatch.setattr(PlantedDrafter, "propose", propose)
+    both(target, prompts("qwen3_vl", 3, seed=1), 20, do_sample=False)
+    assert compared > 20
 
 
 def test_the_cache_is_left_as_it_was(model: Any) -> None:
