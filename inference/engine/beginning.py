@@ -27,6 +27,7 @@ from medusa_heads.inference.engine.given.arguments import (
 )
 from medusa_heads.inference.engine.given.cache import own_cache
 from medusa_heads.inference.engine.given.media import (
+    goes_on_behind_media,
     has_media,
     names_of_media,
     positions_ahead,
@@ -91,6 +92,8 @@ class Beginning:
         # What stands for an image may be a token that is no text's.
         check_tokens(input_ids_BT, None if self._media else target.readable)
         padding = left_padding(input_ids_BT, config, model_kwargs)
+        tokens = input_ids_BT.shape[1]
+        self._media = self._media or goes_on_behind_media(model, model_kwargs, tokens, padding)
         if not self._media:
             check_positions(input_ids_BT, padding, model_kwargs)
         trusted = capability(target)

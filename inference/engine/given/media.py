@@ -11,7 +11,10 @@ from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from medusa_heads.inference.engine.given.cache import held_tokens
 
 # Besides those that transformers itself drops behind the prompt: which tokens stand for images, and
 # how large these are. Of new tokens they would say that they are text.
@@ -41,6 +44,25 @@ def has_media(model: Any, model_kwargs: Mapping[str, Any]) -> bool:
     """Whether a prompt holds anything besides text."""
     names = names_of_media(model).difference(_OF_TOKENS)
     return any(is_said(model_kwargs.get(name)) for name in names)
+
+
+def goes_on_behind_media(
+    model: Any, model_kwargs: Mapping[str, Any], tokens: int, padding: Sequence[int]
+) -> bool:
+    """Whether texts of so many tokens go on from a cache at other positions than those of their
+    tokens, by the same number in all of a row: so a model counts on behind images that it has
+    read."""
+    given: Tensor | None = model_kwargs.get(_POSITIONS)
+    if given is None or not names_of_media(model) or not held_tokens(model_kwargs):
+        return False
+    rows = given.shape[-2] if given.ndim in (2, 3) else 0
+    if given.shape[-1] != tokens or rows not in (1, len(padding)):
+        return False
+    slots_T = torch.arange(tokens, device=given.device)
+    own_BT = slots_T - torch.tensor(padding, device=given.device)[:, None]
+    ahead = given - own_BT
+    alike = (ahead == ahead[..., -1:]) | (own_BT < 0)
+    return bool(alike.all() and ahead[..., -1].any())
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from transformers import DynamicCache
 
 from medusa_heads import TargetModel
 from medusa_heads.inference.engine import beginning
@@ -59,6 +60,49 @@ def test_positions_that_go_on_as_if_images_were_text_are_noticed(moving: TargetM
     with patch.object(beginning, "positions_ahead", as_of_text(beginning.positions_ahead)):
         got_BT, _ = planted(moving, inputs, expected_BT, **options)
     assert not torch.equal(got_BT, expected_BT)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("kind", with_slow([MOVING], ["qwen2_vl", "glm4v", "llava"]))
+def test_a_next_turn_goes_on_behind_an_image(kind: str, rows: int) -> None:
+    target = TargetModel(build(kind))
+    plain: Any = target.model
+    given: dict[str, Any] = WAYS["greedy"] | {"eos_token_id": None, "pad_token_id": 0}
+    said = prompts(kind, rows, seed=5)
+
+    def read() -> dict[str, Any]:
+        """The first turn, and what is said next."""
+        cache = DynamicCache(config=plain.config)
+        first_BT = plain.generate(**said, **given, max_new_tokens=8, past_key_values=cache)
+        next_BT = torch.cat([first_BT, torch.arange(20, 25).expand(rows, -1)], dim=1)
+        mask_BT = torch.ones_like(next_BT)
+        mask_BT[:, : said["input_ids"].shape[1]] = said["attention_mask"]
+        return {"input_ids": next_BT, "attention_mask": mask_BT, "past_key_values": cache}
+
+    expected_BT = plain.generate(**read(), **given, max_new_tokens=NEW)
+    inputs = read()
+    got_BT, stats = planted(target, inputs, expected_BT, **given, max_new_tokens=NEW)
+    assert torch.equal(got_BT, expected_BT)
+    assert stats.tokens_per_step > 1.5
+    if kind == MOVING and rows == 1:  # and the turn after that, from the cache as it was filled
+        more = {name: inputs[name] for name in ("input_ids", "past_key_values")}
+        more["input_ids"] = torch.cat([got_BT, torch.tensor([[30, 31]])], dim=1)
+        again_BT, _ = planted(target, more, expected_BT, **given, max_new_tokens=NEW)
+        whole = said | {"input_ids": more["input_ids"]}
+        whole["attention_mask"] = torch.ones_like(whole["input_ids"])
+        kinds_1T = torch.zeros_like(whole["input_ids"])
+        kinds_1T[:, : said["input_ids"].shape[1]] = said["mm_token_type_ids"]
+        whole["mm_token_type_ids"] = kinds_1T
+        assert torch.equal(again_BT, plain.generate(**whole, **given, max_new_tokens=NEW))
+
+
+def test_other_positions_of_a_text_are_refused_of_models_that_read_images(
+    moving: TargetModel,
+) -> None:
+    text = blind(prompts(MOVING, 1, seed=0))
+    text["position_ids"] = torch.arange(text["input_ids"].shape[1])[None] + 3
+    with pytest.raises(ValueError, match="counts positions from the first token"):
+        TrainingFreeModel(moving, "suffix").generate(**text, max_new_tokens=4)
 
 
 def test_text_is_read_as_text_after_an_image(moving: TargetModel) -> None:
