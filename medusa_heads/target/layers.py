@@ -31,7 +31,7 @@ def decoder_layers(model: Any, otherwise: str) -> list[nn.Module]:
     """The layers of a causal LM's decoder, in order. Raises UnsupportedArchitecture: none or
     several lists could be the layers; and what to do `otherwise`."""
     config = model.config.get_text_config(decoder=True)
-    found = list(layer_lists(_decoder(model)).values())
+    found = list(layer_lists(decoder_of(model)).values())
     if len(found) != 1:
         raise UnsupportedArchitecture(
             f"{config.model_type} has {len(found) or 'no'} lists of {config.num_hidden_layers} "
@@ -49,7 +49,7 @@ def behind_layers(model: Any, otherwise: str) -> nn.Sequential:
     another; and what to do `otherwise`."""
     last, lm_head = decoder_layers(model, otherwise)[-1], model.get_output_embeddings()
     inner = set(last.modules())
-    decoder = _decoder(model)
+    decoder = decoder_of(model)
     followers = [
         part
         for part in dict.fromkeys((*decoder.children(), *model.children()))
@@ -82,7 +82,7 @@ def behind_layers(model: Any, otherwise: str) -> nn.Sequential:
     return found
 
 
-def _decoder(model: Any) -> Any:
+def decoder_of(model: Any) -> Any:
     """The part that holds the layers; the model itself, where transformers takes something else for
     it, such as ModernBERT's lm_head."""
     decoder = model.get_decoder()

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from medusa_heads.checkpoint.draft_checkpoint import check_vocabulary, load_draft
 from medusa_heads.errors import first_line
-from medusa_heads.target.layers import layer_lists
+from medusa_heads.target.layers import decoder_of, layer_lists
 from medusa_heads.target.recurrent import is_recurrent
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.target import TargetArguments
@@ -99,6 +99,8 @@ def _take_layers(model: PreTrainedModel, target: TargetModel, chosen: list[int])
     """Copy these layers of the target, and its embeddings, norms and lm_head, into a fresh model of
     as many. On the meta device it is only seen whether they fit."""
     place, source = _layer_place(model), _layer_place(target.model)
+    # What reads images too has its layers, and what stands beside them, further down.
+    above, deeper = (each.removesuffix(".").rpartition(".")[0] for each in (place, source))
     weights = target.model.state_dict()
     taken: dict[str, Tensor] = {}
     for name in model.state_dict():
@@ -106,6 +108,8 @@ def _take_layers(model: PreTrainedModel, target: TargetModel, chosen: list[int])
         if name.startswith(place):
             number, _, rest = name.removeprefix(place).partition(".")
             where = f"{source}{chosen[int(number)]}.{rest}"
+        elif name not in weights and above and name.startswith(f"{above}."):
+            where = f"{deeper}.{name.removeprefix(f'{above}.')}"
         if where not in weights:
             raise ValueError(
                 f"{type(target.model).__name__} has no weights {where!r} that a smaller copy "
@@ -192,9 +196,12 @@ def _smaller_config(target: TargetModel, chosen: list[int], hidden_size: int | N
 
 
 def _layer_place(model: Any) -> str:
-    """The name below which the numbered layers stand, such as `model.layers.`."""
-    for name in layer_lists(model):
-        return f"{name}."
+    """The name below which the numbered layers stand, such as `model.layers.`; not those that look
+    at images, of which there may be as many."""
+    decoder = decoder_of(model)
+    below = next(f"{name}." for name, part in model.named_modules() if part is decoder).lstrip(".")
+    for name in layer_lists(decoder):
+        return f"{below}{name}."
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     raise ValueError(
         f"{type(model).__name__} is not built of {layers} numbered layers: give a draft_model or a "

@@ -16,6 +16,7 @@ from medusa_heads.checkpoint.draft_checkpoint import load_draft, read_draft_side
 from medusa_heads.target.recurrent import is_recurrent
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.runs.pruned_target import begin_draft, draft_shape, spread
+from scripts.prove.seeing.models import build
 from scripts.prove.tiny_configs import tiny_config
 from tests.killed import dies
 from tests.training.runs.test_draft_trainer import trainer_of
@@ -47,6 +48,14 @@ def test_a_pruned_draft_is_the_target_without_its_other_layers() -> None:
     got = draft(ids_1T).logits
     model.transformer.h = torch.nn.ModuleList([model.transformer.h[0], model.transformer.h[3]])
     torch.testing.assert_close(got, model(ids_1T, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "smolvlm"])
+def test_layers_of_a_target_that_reads_images_draft_its_text(kind: str) -> None:
+    """As many layers look at images."""
+    target, ids_1T = TargetModel(build(kind)), torch.arange(5, 14)[None]
+    draft = begin_draft(target, num_layers=2).eval()
+    torch.testing.assert_close(draft(ids_1T).logits, target.model(ids_1T).logits)
 
 
 def test_every_list_with_an_entry_a_layer_is_cut() -> None:
