@@ -169,7 +169,12 @@ def read_stored(folder: str | os.PathLike[str]) -> StoredHeads:
             "version made them: blocks now read what DFlash and DSpark do, so train it anew"
         )
     _check_shapes(mapped_tensors(path), config, path)
-    if file_sha256(path) != sidecar.get("weights_sha256"):
+    if "weights_sha256" not in sidecar:
+        raise ValueError(
+            f"{folder / SIDECAR_FILE} says no weights_sha256, which the first versions did not "
+            "write: train the heads anew"
+        )
+    if file_sha256(path) != sidecar["weights_sha256"]:
         raise ValueError(
             f"{path} is not the file that {SIDECAR_FILE} was written for (its checksum differs): "
             "download or copy the checkpoint anew"
