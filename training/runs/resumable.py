@@ -70,12 +70,8 @@ def say_ended(state: TrainerState, args: TrainingArguments) -> None:
         return
     step, most = state.global_step, args.max_steps
     if 0 < most < step:
-        logger.warning(
-            "nothing is trained: the checkpoint is of step %d, and max_steps is %d: give more to "
-            "go on",
-            step,
-            most,
-        )
+        why = f"the checkpoint is of step {step}, and max_steps is {most}: give more to go on"
+        logger.warning("nothing is trained: %s", why)
         return
     logger.warning(
         "the run had ended already, at step %d of %d: nothing is trained, and what it learnt is "
@@ -159,7 +155,7 @@ def with_rates_of_now(checkpoint: str, optimizer: Any, schedule: Any) -> Iterato
     """Within the block a checkpoint's optimiser and schedule are read; behind it their rates and
     weight decay are those that the run was given now, which both would bring along. Of a schedule
     that goes by what is measured, the rate is the checkpoint's. Raises ValueError: the rates were
-    those of other parts, or the schedule is another."""
+    those of other parts, or these stood in another order, or the schedule is another."""
     given = [{k: group[k] for k in _GIVEN if k in group} for group in optimizer.param_groups]
     try:
         yield
@@ -178,6 +174,10 @@ def with_rates_of_now(checkpoint: str, optimizer: Any, schedule: Any) -> Iterato
             "where one is given now, or the other way round, or by the defaults of an earlier "
             "version; resume with the learning_rate it was made with, or start anew"
         ) from error
+    # Matched by place: torch compares no shapes, and writes beside what is smaller.
+    kept = ((part, state.get("exp_avg", part)) for part, state in optimizer.state.items())
+    if any(part.shape != average.shape for part, average in kept):
+        raise ValueError(f"{checkpoint!r} was made by an earlier version: start anew")
     for group, of_now in zip(optimizer.param_groups, given, strict=True):
         group.update(of_now)
     if isinstance(schedule, LambdaLR):
