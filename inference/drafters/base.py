@@ -161,7 +161,7 @@ class Memory:
     def most_slots(self) -> int:
         """Slots to keep room for where rows have left: one of these may have been far longer than
         the others are."""
-        return 2 * max(self.lengths) + _ROOM
+        return 2 * max(self.lengths, default=0) + _ROOM
 
     def committed(self) -> list[list[int]]:
         """What each text went on with since."""

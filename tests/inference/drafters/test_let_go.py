@@ -95,6 +95,21 @@ def test_what_was_read_of_a_long_row_is_let_go(tiny_llama: TinyLlama, kind: Any)
     assert slots(memory) < 1000
 
 
+def test_a_row_takes_the_place_of_the_only_one(tiny_llama: TinyLlama) -> None:
+    """Between two steps it joins and the other leaves: the draft model knows none that stays."""
+    model = tiny_llama()
+    batch = DraftedModel(model, tiny_llama(num_layers=1), tree="chain:3").running_batch(2)
+    given: Any = {"max_new_tokens": 20, "min_new_tokens": 20}
+    gone = batch.add(padded([0], 30)["input_ids"], **given)
+    assert not batch.step()
+    ids = padded([0], 7)["input_ids"]
+    row = batch.add(ids, **given)
+    batch.leave(gone)
+    while not row.done:
+        assert not batch.step()
+    assert row.tokens == reference(model, input_ids=ids, **given)[0, 7:].tolist()
+
+
 def slots(memory: Any) -> int:
     """For which a drafter keeps room of each row."""
     held = memory.held if hasattr(memory, "held") else memory.cache.row_layers[0].buffers()[0]
