@@ -174,9 +174,10 @@ def with_rates_of_now(checkpoint: str, optimizer: Any, schedule: Any) -> Iterato
             "where one is given now, or the other way round, or by the defaults of an earlier "
             "version; resume with the learning_rate it was made with, or start anew"
         ) from error
-    # Matched by place: torch compares no shapes, and writes beside what is smaller.
-    kept = ((part, state.get("exp_avg", part)) for part, state in optimizer.state.items())
-    if any(part.shape != average.shape for part, average in kept):
+    # Matched by place: torch compares no shapes. Averages of projections are smaller in any order.
+    parts = [part.shape for part in optimizer.state]
+    averages = [state.get("exp_avg", part).shape for part, state in optimizer.state.items()]
+    if parts != averages and sorted(parts) == sorted(averages):
         raise ValueError(f"{checkpoint!r} was made by an earlier version: start anew")
     for group, of_now in zip(optimizer.param_groups, given, strict=True):
         group.update(of_now)
