@@ -60,7 +60,6 @@ class Metrics:
     def look(self) -> None:
         """See what the batch has done; by the thread that owns it."""
         seen = copy.deepcopy(self._batch.stats)
-        seen.tokens = self._batch.tokens
         with self._lock:
             self._stats = seen
             self._rows, self._bytes = len(self._batch.rows), self._batch.held_bytes

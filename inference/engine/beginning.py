@@ -217,6 +217,7 @@ def finish_step(
             row.end_step()
     stats.steps += sum(1 for path in paths if path)
     stats.accepted.update(len(path) - 1 for path in paths if path)
+    stats.tokens += sum(map(len, paths))
     stats.forwards += 1
     state.advance(hidden_BND, paths)
 

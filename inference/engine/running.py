@@ -96,7 +96,7 @@ class RunningBatch:
     @property
     def tokens(self) -> int:
         """Committed so far, of all rows."""
-        return sum((drafted + 1) * steps for drafted, steps in self.stats.accepted.items())
+        return self.stats.tokens
 
     def row_bytes(self, tokens: int) -> int:
         """What keys and values of a row alone take at most: of so many tokens, prompt and text."""
