@@ -69,7 +69,7 @@ def test_no_epoch_runs_the_target(runs: Runs) -> None:
     three: dict[str, Any] = {"num_train_epochs": 3}
     plain = runs("off", **three)
     judged = 4  # batches of the first steps, by which the text is judged
-    assert runs.forwards == 3 * (5 + 3) + 3 + 1 + judged
+    assert runs.forwards == 3 * (5 + 3) + 3 + 3 + judged  # also evaluated and calibrated once
     cached = runs("auto", **three)
     assert runs.forwards == ONCE
     for name, tensor in plain.items():
@@ -146,7 +146,7 @@ def test_workers_read_ahead(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(hidden_states, "read_batch", watched)
     assert same(plain, runs("read", further={"dataloader_num_workers": 2}))
-    assert len(by_main) == 1  # the calibration, which has no data loader
+    assert len(by_main) == 3  # the calibration, which has no data loader
 
 
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(runs: Runs) -> None:
