@@ -29,7 +29,7 @@ from medusa_heads.cli import train_heads
 from medusa_heads.cli.flags.arguments import command, run_command
 from medusa_heads.files import read_json, replace_json
 from medusa_heads.machine.products import dtype_name
-from scripts.demo.plan import Plan
+from scripts.demo.plan import Plan, in_words
 from scripts.demo.recipe import Recipe
 from scripts.demo.screen import show_plan, show_result
 
@@ -72,10 +72,12 @@ def run_demo(recipe: Recipe, console: Console) -> int:
     console.print("Trying how fast this machine is ...")
     plan = recipe.plan()
     stages = stages_of(recipe, plan)
-    reused = [stage for stage in stages if is_done(stage, recipe)]
+    reused = []
     # Heads that are trained anew make any report an old one.
-    if stages[0] not in reused:
-        reused = []
+    if is_done(stages[0], recipe):
+        plan = with_time_left(recipe, plan)
+        stages = stages_of(recipe, plan)
+        reused = [stage for stage in stages if is_done(stage, recipe)]
     show_plan(
         console,
         recipe,
@@ -85,19 +87,35 @@ def run_demo(recipe: Recipe, console: Console) -> int:
             for stage in stages
         ],
     )
-    for number, stage in enumerate(stages, start=1):
-        if stage in reused:
-            continue
-        console.rule(f"{number} of {len(stages)}: {stage.name}")
+    again = stages[1] in reused
+    for number in range(len(reused), len(stages)):
+        stage = stages_of(recipe, plan)[number]
+        console.rule(f"{number + 1} of {len(stages)}: {stage.name}")
         started = time.perf_counter()
         code = stage.run()
         if code != 0:
             return code
-        remember(stage, recipe)
-        console.print(f"{stage.name}: {time.perf_counter() - started:.0f} seconds")
+        seconds = time.perf_counter() - started
+        remember(stage, recipe, seconds)
+        console.print(f"{stage.name}: {seconds:.0f} seconds")
+        planned, plan = plan.amounts.prompts, with_time_left(recipe, plan)
+        if plan.amounts.prompts < planned:
+            console.print(
+                f"That took longer than planned: {plan.amounts.prompts} prompts are measured in "
+                f"place of {planned}, which takes about {in_words(plan.measure_seconds)}."
+            )
     console.rule("result")
-    show_result(console, recipe, reread=stages[1] in reused)
+    show_result(console, recipe, reread=again)
     return 0
+
+
+def with_time_left(recipe: Recipe, plan: Plan) -> Plan:
+    """The plan once training has taken what it took; these seconds are kept, so that an
+    interrupted demo goes on with the same prompts."""
+    took = _done(recipe).get("train_seconds")
+    if not isinstance(took, float) or not 0.0 < took < float("inf"):
+        return plan
+    return plan.after_training(took, budget=recipe.budget, least=recipe.floor.prompts)
 
 
 def stages_of(recipe: Recipe, plan: Plan) -> tuple[Stage, Stage]:
@@ -143,9 +161,9 @@ def is_done(stage: Stage, recipe: Recipe) -> bool:
     return bool(_done(recipe).get(stage.name) == stage.key())
 
 
-def remember(stage: Stage, recipe: Recipe) -> None:
-    """Note that the stage has finished."""
-    content = _done(recipe) | {stage.name: stage.key()}
+def remember(stage: Stage, recipe: Recipe, seconds: float) -> None:
+    """Note that the stage has finished, and what it took."""
+    content = _done(recipe) | {stage.name: stage.key(), f"{stage.name}_seconds": seconds}
     replace_json(recipe.stages_file, content)
 
 

@@ -5,6 +5,7 @@ Both shrink together from what a fast machine takes to a floor, below which the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ class Speeds:
     """Seconds on this machine, as short trials of the demo's parts took them.
 
     Attributes:
-        row_written: one process continues one prompt.
+        row_written: one process continues one prompt, while the others write, too.
         row_read: the target reads one row, once for all passes.
         row_learnt: the heads learn from one row.
         text: plain decoding writes one of the benchmark's texts, by dtype.
@@ -83,16 +84,36 @@ class Plan:
     Attributes:
         amounts: of text and of prompts.
         train_seconds, measure_seconds: expected of the stages.
+        prompt_seconds: of the latter, those of each prompt.
     """
 
     amounts: Amounts
     train_seconds: float
     measure_seconds: float
+    prompt_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
         """Of both stages."""
         return self.train_seconds + self.measure_seconds
+
+    def after_training(self, took: float, *, budget: float, least: int) -> Plan:
+        """With fewer prompts, where training took longer than expected: measuring, which is then
+        expected to do so as well, is to end within the budget.
+
+        Args:
+            took: seconds.
+            budget: seconds of both stages.
+            least: prompts, whatever they take.
+        """
+        slower = max(took / self.train_seconds, 1.0)
+        prompts, of_each = self.amounts.prompts, slower * self.prompt_seconds
+        over = took + slower * self.measure_seconds - budget
+        if slower > 1.0 and over > 0.0 and of_each > 0.0:
+            prompts = max(prompts - math.ceil(over / of_each), min(least, prompts))
+        fewer = self.amounts.prompts - prompts
+        measuring = slower * self.measure_seconds - fewer * of_each
+        return Plan(Amounts(self.amounts.rows, prompts), took, measuring, of_each)
 
 
 def make_plan(
@@ -131,11 +152,13 @@ def _planned(amounts: Amounts, speeds: Speeds, work: Work) -> Plan:
     learnt = amounts.rows * work.epochs * speeds.row_learnt
     evaluated = work.eval_rows * (work.epochs + 1) * speeds.row_learnt * _EVALUATED
     decoded = sum(runs * speeds.text[dtype] for dtype, runs in work.runs.items())
+    of_prompt = decoded * _TIMES_PLAIN
+    rest = _REST_OF_MEASURING + work.compiles * _COMPILING
     return Plan(
         amounts,
         train_seconds=written + read + learnt + evaluated + slowness * _REST_OF_TRAINING,
-        measure_seconds=amounts.prompts * decoded * _TIMES_PLAIN
-        + slowness * (_REST_OF_MEASURING + work.compiles * _COMPILING),
+        measure_seconds=amounts.prompts * of_prompt + slowness * rest,
+        prompt_seconds=of_prompt,
     )
 
 

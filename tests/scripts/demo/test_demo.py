@@ -45,6 +45,20 @@ def small(short_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     )
 
 
+class Trained:
+    """Heads that took no time to train."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe, self.runs = recipe, 0
+
+    def __call__(self, flags: list[str]) -> int:
+        self.runs += 1
+        self.recipe.heads.mkdir(parents=True)
+        for name in ("medusa_heads.json", "medusa_lm_head.safetensors"):
+            (self.recipe.heads / name).touch()
+        return 0
+
+
 @pytest.mark.parametrize(
     ("flag", "code", "said"), [("--help", 0, "usage: demo"), ("--fast", 2, "'--fast'")]
 )
@@ -114,6 +128,29 @@ def test_stages_run_once(small: Recipe, monkeypatch: pytest.MonkeyPatch) -> None
     assert plan.amounts == Amounts(rows=32, prompts=1)
     assert more.heads_key(plan) != small.heads_key(small.plan())
     assert more.report_key(plan) != small.report_key(small.plan())
+
+
+def test_fewer_prompts_are_measured_where_training_took_long(
+    small: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan(Amounts(16, 2), train_seconds=1e-3, measure_seconds=2.0, prompt_seconds=1.0)
+    monkeypatch.setattr(Recipe, "plan", lambda _: plan)
+    monkeypatch.setattr("scripts.demo.__main__.train_heads.main", trained := Trained(small))
+    monkeypatch.setattr("scripts.demo.__main__.show_result", lambda *_, **__: None)
+    measured: list[int] = []
+
+    def measure(recipe: Recipe, plan: Plan) -> None:
+        measured.append(plan.amounts.prompts)
+        for name in ("report.json", "report.png"):
+            (recipe.folder / name).touch()
+
+    monkeypatch.setattr(Recipe, "measure", measure)
+    assert "1 prompts are measured in place of 2" in run(small)
+    # They are as few the next time, and so nothing is done again.
+    assert "train and measure reused" in run(replace(small))
+    small.report_file.unlink()
+    run(replace(small))
+    assert measured == [1, 1] and trained.runs == 1
 
 
 def test_an_interrupted_demo_goes_on_with_its_amounts(

@@ -68,6 +68,24 @@ def test_times_are_sums_of_the_trials() -> None:
     )
 
 
+def test_slow_training_leaves_time_for_fewer_prompts() -> None:
+    plan = make_plan(slower(1.1), WORK)
+    more, least = plan.amounts.prompts, FLOOR.prompts
+
+    def left(took: float) -> Plan:
+        return plan.after_training(took, budget=300, least=least)
+
+    assert left(0.8 * plan.train_seconds).amounts == plan.amounts
+    slow = left(1.1 * plan.train_seconds)
+    assert slow.amounts.rows == plan.amounts.rows and least < slow.amounts.prompts < more
+    assert 285 < slow.seconds <= 300  # measuring is as much slower, and a whole prompt is left out
+    assert left(3.0 * plan.train_seconds).amounts.prompts == least
+    # What was decided stands.
+    assert slow.after_training(slow.train_seconds, budget=300, least=least) == slow
+    few = make_plan(FAST, WORK, full=Amounts(160, 2), floor=Amounts(160, 2))
+    assert few.after_training(500, budget=300, least=8).amounts.prompts == 2
+
+
 def test_two_dtypes_are_measured_at_their_own_speeds() -> None:
     work = Work(2, 128, 2, runs={"bfloat16": 12, "float32": 4}, compiles=1)
     texts = {"bfloat16": 0.5, "float32": 1.0}
