@@ -25,7 +25,7 @@ from medusa_heads.heads.base import After
 from medusa_heads.training.data.columns import row_lengths
 from medusa_heads.training.hidden.states import Batch, HiddenStates, refuse_not_finite
 from medusa_heads.training.loss.rows import SupervisedRows, read_rows
-from medusa_heads.training.measure.metrics import head_ranks
+from medusa_heads.training.measure.metrics import head_ranks, ranks_of
 from medusa_heads.trees.dynamic_tree import (
     DYNAMIC_RANKS,
     DYNAMIC_SIZES,
@@ -227,7 +227,7 @@ def _measure(logits_RKV: Tensor, labels_RK: Tensor) -> tuple[Tensor, Tensor, Ten
     (IGNORED where it cannot be drafted), and the log-normaliser at each temperature and at 1
     [R, K, G + 1]."""
     true_RK = logits_RKV.gather(2, labels_RK.clamp_min(0)[:, :, None])[..., 0]
-    ranks_RK = (logits_RKV > true_RK[..., None]).sum(dim=-1).where(labels_RK != IGNORED, IGNORED)
+    ranks_RK = ranks_of(logits_RKV, labels_RK).where(labels_RK != IGNORED, IGNORED)
     totals_RKG = torch.stack([(logits_RKV / t).logsumexp(dim=-1) for t in _GRID], dim=-1)
     return true_RK, logits_RKV.amax(dim=-1), ranks_RK, totals_RKG
 

@@ -1,8 +1,8 @@
 """What an evaluation on held-out text says: of heads, whose guesses hold the true tokens at some
 rank, and of draft models.
 
-Shapes: B batch or sequences, T tokens, R rows, C rows of a chunk, K heads (or drafts of a
-chain), D hidden, V vocabulary of the heads.
+Shapes: B batch or sequences, T tokens, R rows, C rows of a chunk, X any of these, K heads (or
+drafts of a chain), D hidden, V vocabulary of the heads.
 """
 
 from __future__ import annotations
@@ -46,18 +46,20 @@ def head_ranks(heads: DraftHeads, hidden_RD: Tensor, rows: SupervisedRows, max_r
         for i in range(labels_RK.shape[1]):
             logits_CV = heads.project(i, features_CKD[:, i])
             logits_CV = heads.corrected(logits_CV, rows.tokens_RK[chunk, i])
-            rank_C = _ranks(logits_CV, drafted_RK[chunk, i], max_rank)
+            drafted_C = drafted_RK[chunk, i]
+            rank_C = ranks_of(logits_CV, drafted_C).where(drafted_C != IGNORED, max_rank)
+            rank_C = rank_C.clamp(max=max_rank)
             ranks_RK[chunk, i] = rank_C.where(labels_RK[chunk, i] != IGNORED, IGNORED)
     return ranks_RK
 
 
-def _ranks(logits_CV: Tensor, drafted_C: Tensor, max_rank: int) -> Tensor:
-    label_C1 = drafted_C[:, None].clamp(min=0)
-    true_C1 = logits_CV.gather(1, label_C1)
-    tokens_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
-    ahead_CV = (logits_CV > true_C1) | ((logits_CV == true_C1) & (tokens_V < label_C1))
-    ranks_C = ahead_CV.sum(dim=1).clamp(max=max_rank)
-    return ranks_C.where(drafted_C != IGNORED, max_rank)
+def ranks_of(logits_XV: Tensor, drafted_X: Tensor) -> Tensor:
+    """The rank of each of these tokens among its row's logits; of IGNORED ones it says nothing."""
+    label_X1 = drafted_X[..., None].clamp(min=0)
+    true_X1 = logits_XV.gather(-1, label_X1)
+    tokens_V = torch.arange(logits_XV.shape[-1], device=logits_XV.device)
+    ahead_XV = (logits_XV > true_X1) | ((logits_XV == true_X1) & (tokens_V < label_X1))
+    return ahead_XV.sum(dim=-1)
 
 
 def rank_statistics(ranks_BTK: Tensor) -> HeadStatistics:

@@ -44,6 +44,25 @@ def test_the_true_temperature_is_found(tiny_llama: TinyLlama, temperature: float
     assert statistics.temperatures[0] == pytest.approx(temperature, rel=0.12)
 
 
+def test_of_equally_likely_tokens_one_is_drafted_first(tiny_llama: TinyLlama) -> None:
+    """In bf16 many logits are equal. A head that takes two tokens for equally likely, which they
+    are, is right every second time, and not always."""
+    target = TargetModel(tiny_llama(vocab_size=32))
+    heads = MedusaHeads.from_target(target, HeadsConfig(num_heads=1, vocab_matrix="own"))
+    logits_V = torch.full((32,), -30.0)
+    logits_V[[5, 9]] = 1.0
+    with torch.no_grad():
+        heads.get_parameter("0.1.weight").zero_()
+        heads.get_submodule("0.1").bias = torch.nn.Parameter(logits_V)
+    some = torch.randint(2, (8, 64), generator=torch.Generator().manual_seed(1))
+    ids = torch.tensor([5, 9])[some].tolist()
+    rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    statistics, (honest,) = measure_heads(heads, HiddenStates(target), rows)
+    (found,) = honest["before"]["bins"]
+    assert found["accuracy"] == pytest.approx(statistics.top_k_accuracy(1)[0])
+    assert honest["before"]["expected_error"] < 0.1
+
+
 def test_a_child_that_ignores_its_parent_is_not_calibrated(tiny_llama: TinyLlama) -> None:
     """Each token says which two may follow it. Heads that know are honest; the same heads, asked
     without the token before, are not."""
