@@ -36,9 +36,13 @@ def forward_gain(model: PreTrainedModel, layers: Mapping[nn.Linear, Copies]) -> 
     products are nearly all of it; 0.0 where the model reads no single token."""
     if sum(layer.weight.nbytes for layer in layers) > _LARGE:  # of which one forward may be seconds
         return None
+    copied = {
+        f"{'turned' if copies.turned else 'packed'} {each.weight.dtype} {[*each.weight.shape]}"
+        for each, copies in layers.items()
+    }
     facts = {
         "model": model.config.to_dict() | {"_name_or_path": None},
-        "copies": sorted({f"{each.weight.dtype} {[*each.weight.shape]}" for each in layers}),
+        "copies": sorted(copied),
         "threads": torch.get_num_threads(),
     }
     store = Measurements()

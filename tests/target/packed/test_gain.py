@@ -86,6 +86,21 @@ def test_what_a_forward_gains_is_measured_once_and_leaves_no_trace(
     assert forward_gain(model, layers) == gain
 
 
+@pytest.mark.usefixtures("cache")
+def test_copies_of_another_kind_are_timed_anew(
+    tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the columns of a matrix gain says nothing of the packed one."""
+    model = tiny_llama()
+    gains = iter([2.0, 0.5])
+    monkeypatch.setattr(module, "Contention", lambda: SimpleNamespace(seen=lambda: False))
+    monkeypatch.setattr(module, "_measured_gain", lambda *_: next(gains))
+    by_columns, packed = Copies(turned=True), Copies(frozenset({1}))
+    assert forward_gain(model, {model.lm_head: by_columns}) == 2.0
+    assert forward_gain(model, {model.lm_head: packed}) == 0.5
+    assert forward_gain(model, {model.lm_head: by_columns}) == 2.0  # as it was kept
+
+
 def test_slow_copies_lose(tiny_llama: TinyLlama, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what other programs may have disturbed is not kept."""
 
