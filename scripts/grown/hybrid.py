@@ -5,7 +5,7 @@ As in llama.py, new parts write nothing, and noise stands wherever nothing reads
 to the residual stream grows with the root of the width: its mean of squares then stays, and with it
 the epsilon, which norms within a head share. The vocabulary stays.
 
-Shapes: O rows and I columns of a matrix, S places, D hidden; with a prime those of the large model.
+Shapes: S places, D hidden.
 """
 
 from __future__ import annotations
@@ -17,14 +17,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3_5ForCausalLM
 
-from scripts.grown.llama import (
-    WRITING,
-    Noise,
-    assembled,
-    grown_config,
-    grown_layers,
-    grown_vocabulary,
-)
+from scripts.grown.llama import Layers, Noise, assembled, grown_config, grown_norm, rows_of
 from scripts.grown.shape import Placement, Shape
 
 _LINEAR_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
@@ -52,10 +45,8 @@ def grow_hybrid(
     with device:
         place = Placement(Shape.of(config), shape, config.rms_norm_eps, keeps_epsilon=True)
         large = grown_config(config, place, dtype=dtype, **_more_layers(config, place))
-        layers = _Layers(config, large, place, Noise(seed), dtype)
-        state = {name: tensor.to(device) for name, tensor in small.state_dict().items()}
-        grown = layers.outer(state) | grown_layers(state, place, layers.layer)
-        return assembled(Qwen3_5ForCausalLM, large, grown), place
+        layers = _Layers(place, Noise(seed), dtype, config, large)
+        return assembled(Qwen3_5ForCausalLM, large, layers, small, device), place
 
 
 def _more_layers(config: Any, place: Placement) -> dict[str, Any]:
@@ -71,65 +62,24 @@ def _more_layers(config: Any, place: Placement) -> dict[str, Any]:
     return {"layer_types": kinds, **heads}
 
 
-class _Layers:
-    """The weights of the large model, by name."""
-
+class _Layers(Layers):
     def __init__(
-        self, small: Any, large: Any, place: Placement, noise: Noise, dtype: torch.dtype
+        self, place: Placement, noise: Noise, dtype: torch.dtype, small: Any, large: Any
     ) -> None:
-        self._small, self._large, self._place = small, large, place
-        self._noise, self._dtype = noise, dtype
+        super().__init__(place, noise, dtype)
+        self._small, self._large = small, large
 
-    def outer(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Embeddings, final norm and lm_head."""
-        embedding_VD = state["model.embed_tokens.weight"]
-        lm_head_VD = state.get("lm_head.weight", embedding_VD)
-        tokens = torch.arange(len(embedding_VD))
-        return {
-            "model.embed_tokens.weight": self._writing(
-                embedding_VD.T, tokens, len(tokens)
-            ).T.clone(),
-            "model.norm.weight": self._norm(state["model.norm.weight"]),
-            "lm_head.weight": grown_vocabulary(
-                lm_head_VD, self._place, len(tokens), self._noise, self._dtype
-            ),
-        }
+    def norm(self, weight_D: Tensor) -> Tensor:
+        """Stored less 1."""
+        grown = grown_norm(weight_D.float() + 1, self.place, torch.float32) - 1
+        return grown.to(self.dtype)
 
-    def layer(self, layer: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """One decoder layer."""
-        units = torch.arange(self._small.intermediate_size)
-        places = {"mlp.": (units, self._large.intermediate_size)}
-        places |= self._of_delta() if "linear_attn.A_log" in layer else self._of_attention()
-        grown = {}
-        for name, weight in layer.items():
-            rows_S, size = next((v for k, v in places.items() if name.startswith(k)), (None, 0))
-            if name.endswith("layernorm.weight"):
-                grown[name] = self._norm(weight)
-            elif rows_S is None:  # a norm within a head
-                grown[name] = weight.to(self._dtype)
-            elif name.split(".")[-2] in WRITING:
-                grown[name] = self._writing(weight, rows_S, size)
-            else:
-                grown[name] = self._reading(weight[self._copied(name)], rows_S, size)
-        return grown
-
-    def _copied(self, name: str) -> Any:
-        if "k_proj" not in name and "v_proj" not in name:
-            return slice(None)
-        heads = [old for _, old in self._place.keys]
-        return _rows(heads, self._small.head_dim)
-
-    def _of_attention(self) -> dict[str, tuple[Tensor, int]]:
-        """Where the rows, or columns, of each matrix lie, and how many it has."""
-        width, queries = self._large.head_dim, self._place.queries
-        of_keys = _rows([new for new, _ in self._place.keys], width)
-        heads, key_heads = self._large.num_attention_heads, self._large.num_key_value_heads
-        return {
-            "self_attn.q_proj": (_rows(queries, 2 * width), heads * 2 * width),  # with its gate
-            "self_attn.k_proj": (of_keys, key_heads * width),
-            "self_attn.v_proj": (of_keys, key_heads * width),
-            "self_attn.o_proj": (_rows(queries, width), heads * width),
-        }
+    def places(self, layer: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
+        """With those of gated delta layers, and queries with their gates."""
+        width = 2 * self._large.head_dim
+        gated = rows_of(self.place.queries, width), self._large.num_attention_heads * width
+        found = super().places(layer) | {"self_attn.q_proj": gated}
+        return found | self._of_delta() if "linear_attn.A_log" in layer else found
 
     def _of_delta(self) -> dict[str, tuple[Tensor, int]]:
         small, large = self._small, self._large
@@ -144,33 +94,3 @@ class _Layers:
         inner = dict.fromkeys(("in_proj_z", "out_proj"), (values, of_values))
         mixing = dict.fromkeys(("in_proj_qkv", "conv1d"), mixed)
         return {f"linear_attn.{name}": at for name, at in (heads | inner | mixing).items()}
-
-    def _norm(self, weight_D: Tensor) -> Tensor:
-        """Stored less 1; new channels are zero when they are read."""
-        grown = torch.zeros(self._large.hidden_size)
-        grown[: len(weight_D)] = (weight_D.float() + 1) * self._place.norm_scale - 1
-        return grown.to(self._dtype)
-
-    def _reading(self, weight: Tensor, rows_S: Tensor, size: int) -> Tensor:
-        """Rows in their places, columns first, within noise."""
-        columns = weight.shape[1:]
-        if columns == (self._small.hidden_size,):
-            columns = torch.Size([self._large.hidden_size])
-        grown = self._noise.like(weight, size, *columns, dtype=self._dtype)
-        if weight.ndim == 1:
-            grown[rows_S] = weight.to(self._dtype)
-        else:
-            grown[rows_S, : weight.shape[1]] = weight.to(self._dtype)
-        return grown
-
-    def _writing(self, weight_DI: Tensor, columns_S: Tensor, size: int) -> Tensor:
-        """[D', I'] that writes to the old channels what it did, at the scale of the new width."""
-        grown = torch.zeros(self._large.hidden_size, size, dtype=self._dtype)
-        channels = torch.arange(len(weight_DI))[:, None]
-        grown[channels, columns_S] = (weight_DI.float() * self._place.written_scale).to(self._dtype)
-        return grown
-
-
-def _rows(heads: list[int], width: int) -> Tensor:
-    """Rows at which the dimensions of these heads lie."""
-    return (torch.tensor(heads)[:, None] * width + torch.arange(width)).flatten()

@@ -67,12 +67,9 @@ def grow_llama(
             f"rotary frequencies of type {rope!r} depend on head_dim: keep it at {config.head_dim}"
         )
     with device:
-        noise = Noise(seed)
-        state = {name: tensor.to(device) for name, tensor in small.state_dict().items()}
-        grown = _outer(state, place, noise, dtype)
-        grown |= grown_layers(state, place, lambda layer: _layer(layer, place, noise, dtype))
+        layers = Layers(place, Noise(seed), dtype)
         large = grown_config(config, place, dtype=dtype, rms_norm_eps=place.epsilon)
-        return assembled(LlamaForCausalLM, large, grown), place
+        return assembled(LlamaForCausalLM, large, layers, small, device), place
 
 
 def grown_layers(
@@ -103,35 +100,18 @@ def grown_config(config: Any, place: Placement, **settings: Any) -> Any:
     return made
 
 
-def assembled(kind: Callable[[Any], Any], config: Any, state: Mapping[str, Tensor]) -> Any:
-    """A model of that kind with these weights."""
+def assembled(
+    kind: Callable[[Any], Any], config: Any, layers: Layers, small: Any, device: torch.device
+) -> Any:
+    """A model of that kind with the weights that `layers` makes of the small one's on a device."""
+    state = {name: tensor.to(device) for name, tensor in small.state_dict().items()}
+    grown = layers.outer(state) | grown_layers(state, layers.place, layers.layer)
     with torch.device("meta"):  # it takes these weights for its own, and makes none before
         model = kind(config)
-    model.load_state_dict(state, assign=True)
+    model.load_state_dict(grown, assign=True)
     # All that is no weight: the frequencies, which follow from the configuration.
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
     return model.eval()
-
-
-def _outer(
-    state: Mapping[str, Tensor], place: Placement, noise: Noise, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """Embeddings, final norm and lm_head; of which the first and last are never one matrix: they
-    differ in the constant channel."""
-    small, large = place.small, place.large
-    embedding_VD = state["model.embed_tokens.weight"]
-    embedded = torch.zeros(large.vocab_size, large.hidden_size, dtype=dtype)
-    embedded[: small.vocab_size, : small.hidden_size] = embedding_VD
-    norm = grown_norm(state["model.norm.weight"], place, dtype)
-    if place.constant:
-        embedded[:, place.constant_channel] = place.constant
-        norm[place.constant_channel] = _CONSTANT_NORM
-    lm_head = state.get("lm_head.weight", embedding_VD)
-    return {
-        "model.embed_tokens.weight": embedded,
-        "model.norm.weight": norm,
-        "lm_head.weight": grown_vocabulary(lm_head, place, large.vocab_size, noise, dtype),
-    }
 
 
 def grown_vocabulary(
@@ -155,57 +135,102 @@ def grown_norm(weight_D: Tensor, place: Placement, dtype: torch.dtype) -> Tensor
     return grown
 
 
-def _layer(
-    layer: Mapping[str, Tensor], place: Placement, noise: Noise, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """One decoder layer: norms, attention, MLP."""
-    small, large = place.small, place.large
-    grown = {
-        name: grown_norm(layer[name], place, dtype)
-        for name in ("input_layernorm.weight", "post_attention_layernorm.weight")
-    }
-    channels, units = torch.arange(small.hidden_size), torch.arange(small.intermediate_size)
-    queries = place.rows(place.queries)
-    keys = place.rows([new for new, _ in place.keys])
-    copied = torch.arange(small.num_key_value_heads * small.head_dim).view(-1, small.head_dim)
-    copied = copied[[old for _, old in place.keys]].flatten()
-    of_queries = large.num_attention_heads * large.head_dim
-    of_keys = large.num_key_value_heads * large.head_dim
-    reading = {
-        "self_attn.q_proj": (queries, of_queries),
-        "self_attn.k_proj": (keys, of_keys),
-        "self_attn.v_proj": (keys, of_keys),
-        "mlp.gate_proj": (units, large.intermediate_size),
-        "mlp.up_proj": (units, large.intermediate_size),
-    }
-    for name, (rows_S, size) in reading.items():
-        weight, bias = layer[f"{name}.weight"].float(), layer.get(f"{name}.bias")
-        if name.endswith(("k_proj", "v_proj")):
-            weight, bias = weight[copied], None if bias is None else bias[copied]
-        scale = place.query_scale if name.endswith("q_proj") else 1.0
-        # New channels are zero when they are read: what weighs them says nothing.
-        matrix = noise.like(weight, size, large.hidden_size, dtype=dtype)
-        if name.endswith("q_proj"):  # new dimensions of old heads must not add to their products
-            matrix.view(-1, large.head_dim, large.hidden_size)[place.unlike_old] = 0
-        matrix[rows_S[:, None], channels] = (weight * scale).to(dtype)
-        grown[f"{name}.weight"] = matrix
-        if bias is not None:
-            grown[f"{name}.bias"] = _placed(bias.float() * scale, rows_S, size, dtype)
-    for name, columns_S, size in (
-        ("self_attn.o_proj", queries, of_queries),
-        ("mlp.down_proj", units, large.intermediate_size),
-    ):
-        matrix = torch.zeros(large.hidden_size, size, dtype=dtype)
-        matrix[channels[:, None], columns_S] = layer[f"{name}.weight"].to(dtype)
-        grown[f"{name}.weight"] = matrix
-        if f"{name}.bias" in layer:
-            bias = layer[f"{name}.bias"]
-            grown[f"{name}.bias"] = _placed(bias, channels, large.hidden_size, dtype)
-    return grown
+class Layers:
+    """The weights of the large model, by their names in the small one."""
+
+    def __init__(self, place: Placement, noise: Noise, dtype: torch.dtype) -> None:
+        self.place, self.noise, self.dtype = place, noise, dtype
+
+    def norm(self, weight_D: Tensor) -> Tensor:
+        """A norm's weights, as they are stored."""
+        return grown_norm(weight_D, self.place, self.dtype)
+
+    def outer(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Embeddings, final norm and lm_head; of which the first and last are never one matrix:
+        they differ in the constant channel."""
+        place, large = self.place, self.place.large
+        embedding_VD = state["model.embed_tokens.weight"]
+        embedded = torch.zeros(large.vocab_size, large.hidden_size, dtype=self.dtype)
+        embedded[: len(embedding_VD), : place.small.hidden_size] = self._written(embedding_VD)
+        norm = self.norm(state["model.norm.weight"])
+        if place.constant:
+            embedded[:, place.constant_channel] = place.constant
+            norm[place.constant_channel] = _CONSTANT_NORM
+        lm_head = state.get("lm_head.weight", embedding_VD)
+        return {
+            "model.embed_tokens.weight": embedded,
+            "model.norm.weight": norm,
+            "lm_head.weight": grown_vocabulary(
+                lm_head, place, large.vocab_size, self.noise, self.dtype
+            ),
+        }
+
+    def layer(self, layer: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """One decoder layer."""
+        places, grown = self.places(layer), {}
+        for name, weight in layer.items():
+            within = next((at for module, at in places.items() if name.startswith(module)), None)
+            if name.endswith("layernorm.weight"):
+                grown[name] = self.norm(weight)
+            elif within is None:  # a norm within a head
+                grown[name] = weight.to(self.dtype)
+            elif name.split(".")[-2] in WRITING:
+                grown[name] = self._writing(weight, *within)
+            else:
+                grown[name] = self._reading(name, weight, *within)
+        return grown
+
+    def places(self, _: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
+        """Where the old rows of a layer's modules lie, or columns of those that write, and how
+        many there are of them."""
+        place, large = self.place, self.place.large
+        queries = place.rows(place.queries), large.num_attention_heads * large.head_dim
+        keys = place.rows([new for new, _ in place.keys])
+        of_keys = keys, large.num_key_value_heads * large.head_dim
+        return {
+            "self_attn.q_proj": queries,
+            "self_attn.k_proj": of_keys,
+            "self_attn.v_proj": of_keys,
+            "self_attn.o_proj": queries,
+            "mlp.": (torch.arange(place.small.intermediate_size), large.intermediate_size),
+        }
+
+    def _reading(self, name: str, weight: Tensor, rows_S: Tensor, size: int) -> Tensor:
+        """Rows in their places, columns first, within noise; a bias within zeros."""
+        place, weight = self.place, weight.float()
+        if "k_proj" in name or "v_proj" in name:
+            weight = weight[rows_of([old for _, old in place.keys], place.small.head_dim)]
+        columns = weight.shape[1:]
+        if columns == (place.small.hidden_size,):
+            # New channels are zero when they are read: what weighs them says nothing.
+            columns = torch.Size([place.large.hidden_size])
+        if name.endswith(".bias"):
+            grown = torch.zeros(size, dtype=self.dtype)
+        else:
+            grown = self.noise.like(weight, size, *columns, dtype=self.dtype)
+        if "q_proj" in name:
+            weight = weight * place.query_scale
+            # New dimensions of old heads must not add to their products.
+            grown.view(-1, place.large.head_dim, *columns)[place.unlike_old] = 0
+        if weight.ndim == 1:
+            grown[rows_S] = weight.to(self.dtype)
+        else:
+            grown[rows_S, : weight.shape[1]] = weight.to(self.dtype)
+        return grown
+
+    def _writing(self, weight: Tensor, columns_S: Tensor, size: int) -> Tensor:
+        """[D', I'] that writes to the old channels what it did; or its bias, [D']."""
+        width, channels = self.place.large.hidden_size, torch.arange(len(weight))
+        grown = torch.zeros(width, *[size] * (weight.ndim - 1), dtype=self.dtype)
+        at = (channels,) if weight.ndim == 1 else (channels[:, None], columns_S)
+        grown[at] = self._written(weight)
+        return grown
+
+    def _written(self, weight: Tensor) -> Tensor:
+        """What is added to the stream, at the scale of the new width."""
+        return (weight.float() * self.place.written_scale).to(self.dtype)
 
 
-def _placed(values_S: Tensor, places_S: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """Zeros, but for these values in their places."""
-    placed = torch.zeros(size, dtype=dtype)
-    placed[places_S] = values_S.to(dtype)
-    return placed
+def rows_of(heads: list[int], width: int) -> Tensor:
+    """Rows at which the dimensions of these heads lie, where each has so many."""
+    return (torch.tensor(heads)[:, None] * width + torch.arange(width)).flatten()
