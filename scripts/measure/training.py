@@ -13,16 +13,16 @@ stands before it begins: the target's weights, the heads' and the optimiser's nu
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from statistics import median
 from typing import Any, Literal
+from unittest.mock import patch
 
 from medusa_heads.cli.flags.environment import told_to_torch
 
@@ -33,13 +33,14 @@ from rich.table import Table
 from torch import Tensor
 
 from medusa_heads import HeadsConfig
-from medusa_heads.cli.flags.arguments import parse_arguments, run_command
+from medusa_heads.cli.flags.arguments import command
 from medusa_heads.config import HeadsKind
 from medusa_heads.heads import new_heads
 from medusa_heads.machine.devices import wait_for
 from medusa_heads.machine.facts import describe_machine
 from medusa_heads.machine.memory import PeakMemory
 from medusa_heads.settings import at_least, flag
+from medusa_heads.tables import formatted, on_screen
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.loss.heads import batch_loss
 from medusa_heads.training.loss.teacher import Teacher
@@ -53,9 +54,7 @@ MEBIBYTE = 1 << 20
 class MeasureArguments:
     """What to measure, on what."""
 
-    measure: Literal["all", "rate", "memory", "peak"] = flag(
-        "all", "peak: one number of heads in this process, printed as JSON"
-    )
+    measure: Literal["all", "rate", "memory"] = flag("all", "what is measured")
     random_target: str = flag("1024x12x16", "WIDTHxLAYERSxHEADS[xKV_HEADS] of a random Llama")
     vocabulary: int = flag(4096, "of the random target, in tokens")
     dtype: Literal["float32", "bfloat16"] = flag(
@@ -79,28 +78,15 @@ class MeasureArguments:
             raise ValueError(f"expected memory_heads of at least 1, got {self.memory_heads}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as the flags say; returns the exit code."""
-    given = list(sys.argv[1:] if argv is None else argv)
-
-    def work() -> None:
-        arguments, objective = parse_arguments(
-            (MeasureArguments, LossConfig),
-            given,
-            prog="scripts.measure.training",
-            description=__doc__ or "",
-        )
-        if arguments.measure == "peak":
-            print(json.dumps(peak(Training(arguments, objective))))
-            return
-        report: dict[str, Any] = {"machine": describe_machine(), "arguments": vars(arguments)}
-        if arguments.measure in ("all", "rate"):
-            report["rate"] = rate(Training(arguments, objective), arguments.repeats)
-        if arguments.measure in ("all", "memory"):
-            report["memory"] = [peak_of(given, heads) for heads in arguments.memory_heads]
-        write_report(arguments.output, report, *tables_of(report))
-
-    return run_command(work, prog="scripts.measure.training")
+def write(arguments: MeasureArguments, objective: LossConfig) -> None:
+    """Measure as the flags say, and write what comes out."""
+    report: dict[str, Any] = {"machine": describe_machine(), "arguments": vars(arguments)}
+    if arguments.measure in ("all", "rate"):
+        report["rate"] = rate(Training(arguments, objective), arguments.repeats)
+    if arguments.measure in ("all", "memory"):
+        sizes = (replace(arguments, num_heads=heads) for heads in arguments.memory_heads)
+        report["memory"] = [peak_alone(each, objective) for each in sizes]
+    write_report(arguments.output, report, *tables_of(report))
 
 
 class Training:
@@ -187,28 +173,20 @@ def rate(training: Training, repeats: int) -> dict[str, Any]:
     }
 
 
-def peak_of(flags: list[str], num_heads: int) -> dict[str, Any]:
+def peak_alone(arguments: MeasureArguments, objective: LossConfig) -> dict[str, Any]:
     """`peak` in a process of its own."""
-    command = [sys.executable, "-m", "scripts.measure.training", *flags]
-    command += ["--measure", "peak", "--num_heads", str(num_heads)]
     # Freed memory goes back at once, so that the peak is that of what is in use.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    run = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        cwd=Path(__file__).parents[2],
-    )
-    if run.returncode:
-        last = (run.stderr.strip().splitlines() or ["no word"])[-1]
-        raise ValueError(f"measuring {num_heads} heads failed: {last}")
-    return {"num_heads": num_heads, **json.loads(run.stdout.splitlines()[-1])}
+    with (
+        patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_="65536"),
+        ProcessPoolExecutor(1, get_context("spawn")) as pool,
+    ):
+        measured = pool.submit(peak, arguments, objective).result()
+    return {"num_heads": arguments.num_heads, **measured}
 
 
-def peak(training: Training) -> dict[str, float]:
+def peak(arguments: MeasureArguments, objective: LossConfig) -> dict[str, float]:
     """Mebibytes that stand before a step, and that it takes beyond them at most."""
+    training = Training(arguments, objective)
     training.step(training.text(1, 3))  # the optimiser's numbers come with its first step
     training.step(training.text(1, 3))
     memory = PeakMemory(training.target.device)
@@ -223,27 +201,25 @@ def tables_of(report: dict[str, Any]) -> list[Table]:
     """What was measured, for the screen."""
     tables = []
     if "rate" in report:
-        row = report["rate"]
+        row, cells = report["rate"], []
+        for name, label in {"forward": "target: forward", "hidden": "target: hidden"}.items():
+            ratio = f"{row[f'training_over_{name}']:.3f}"
+            cells.append([label, f"{row['tokens_per_second'][name]:.0f}", ratio])
+        cells.append(["training", f"{row['tokens_per_second']['training']:.0f}", ""])
         size, share = row["parameters"] / 1e6, row["vocab_matrix_share"]
-        table = Table(title=f"{size:.0f}M parameters, {share:.1%} of them the vocabulary matrix")
-        table.add_column("")
-        table.add_column("tokens/s", justify="right")
-        table.add_column("training runs at", justify="right")
-        for name in ("forward", "hidden"):
-            rate_of, ratio = row["tokens_per_second"][name], row[f"training_over_{name}"]
-            table.add_row(f"target: {name}", f"{rate_of:.0f}", f"{ratio:.3f}")
-        table.add_row("training", f"{row['tokens_per_second']['training']:.0f}", "")
-        tables.append(table)
+        title = f"{size:.0f}M parameters, {share:.1%} of them the vocabulary matrix"
+        tables.append(on_screen(title, (("", "tokens/s", "training runs at"), cells)))
     if "memory" in report:
-        table = Table(title="memory, MiB")
-        for title in ("heads", "standing", "a step beyond it"):
-            table.add_column(title, justify="right")
-        for row in report["memory"]:
-            numbers = (row["standing_mib"], row["step_mib"])
-            table.add_row(str(row["num_heads"]), *(f"{number:.0f}" for number in numbers))
-        tables.append(table)
+        columns = {
+            "heads": "{num_heads}",
+            "standing": "{standing_mib:.0f}",
+            "a step beyond it": "{step_mib:.0f}",
+        }
+        tables.append(on_screen("memory, MiB", formatted(columns, report["memory"])))
     return tables
 
+
+main = command("scripts.measure.training", write, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from medusa_heads.training.arguments.loss_config import LossConfig
-from scripts.measure.training import MeasureArguments, Training, main, peak_of
+from scripts.measure.training import MeasureArguments, Training, main, peak_alone
 from tests.conftest import Refused
 
 SMALL = ["--random_target", "32x2x4", "--vocabulary", "64", "--batch_size", "2", "--length", "16"]
@@ -36,9 +36,9 @@ def test_rates_are_of_the_same_tokens(
 @pytest.mark.slow
 def test_the_peak_of_a_step_is_counted() -> None:
     # At least one layer's widest features, 64 * 8 / 3 rounded up to 192, of all tokens in fp32.
-    sizes = ["--random_target", "64x2x4", "--vocabulary", "64"]
+    arguments = MeasureArguments(random_target="64x2x4", vocabulary=64, batch_size=64, length=512)
     # In a process of its own: here there may be memory that others have left.
-    counted = peak_of([*sizes, "--batch_size", "64", "--length", "512"], num_heads=4)
+    counted = peak_alone(arguments, LossConfig())
     assert counted["standing_mib"] > 100
     assert counted["step_mib"] > 64 * 512 * 192 * 4 / 2**20
 
