@@ -68,8 +68,6 @@ ASKING: dict[str, list[Any]] = {
 class Adapters:
     """Put into a target; and folders of strangers, copied as `medusa-heads pull` copies them."""
 
-    name = "adapters"
-
     def __init__(self, workshop: Workshop) -> None:
         from peft import LoraConfig, get_peft_model
 

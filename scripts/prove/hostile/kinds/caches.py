@@ -42,8 +42,6 @@ while True:
 class Caches:
     """Read as a device, a dtype, a tree's size and a draft model's length are chosen."""
 
-    name = "caches"
-
     def __init__(self, workshop: Workshop) -> None:
         self._workshop = workshop
         self._kept = workshop.root / "own" / "measured"

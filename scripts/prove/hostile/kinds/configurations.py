@@ -62,8 +62,6 @@ FLAGS_OF_GENERATE: dict[str, tuple[str, ...]] = {
 class Configurations:
     """Given to `train-heads --dry_run`, `train-draft --dry_run` and to `medusa-heads generate`."""
 
-    name = "configurations"
-
     def __init__(self, workshop: Workshop) -> None:
         self._workshop = workshop
         self._corpus = workshop.root / "own" / "words.jsonl"

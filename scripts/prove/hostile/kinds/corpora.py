@@ -45,8 +45,6 @@ class Given:
 class Corpora:
     """Read as a training run reads them: found, opened, tokenised, checked, partly held out."""
 
-    name = "corpora"
-
     def __init__(self, workshop: Workshop) -> None:
         from medusa_heads.training.arguments.target import TargetArguments
         from medusa_heads.training.hidden.meta_target import meta_target

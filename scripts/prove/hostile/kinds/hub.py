@@ -26,8 +26,6 @@ STATUSES = (*range(400, 406), *range(408, 411), 412, 416, 418, 422, 429, *range(
 class Hub:
     """Asked by `medusa-heads pull`, and what came is read."""
 
-    name = "hub"
-
     def __init__(self, workshop: Workshop) -> None:
         self._workshop = workshop
         self._hub = HostileHub({TOKEN: "alice"})

@@ -20,8 +20,6 @@ LONGEST = 120
 class Prompts:
     """Read as `medusa-heads benchmark` and `generate` read them."""
 
-    name = "prompts"
-
     def __init__(self, workshop: Workshop) -> None:
         self._workshop = workshop
 

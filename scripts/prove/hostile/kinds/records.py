@@ -31,8 +31,6 @@ KINDS: list[dict[str, Any]] = [
 class Records:
     """Read as heads are loaded, published and resumed."""
 
-    name = "records"
-
     def __init__(self, workshop: Workshop) -> None:
         self._workshop = workshop
 

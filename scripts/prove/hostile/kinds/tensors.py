@@ -33,8 +33,6 @@ from tests.interop import layers, layouts
 class Tensors:
     """Heads of this project, loaded; heads of other projects, converted."""
 
-    name = "tensors"
-
     def __init__(self, workshop: Workshop) -> None:
         self._workshop = workshop
         own = workshop.root / "own"
