@@ -24,7 +24,6 @@ from torch import Tensor
 
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.engine.capability import Capability, capability
-from medusa_heads.inference.engine.decoding import decode
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.target.cache import IndexedRowLayer, RowCache, RowLayer
@@ -33,7 +32,7 @@ from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree
 from scripts.prove.differences import after_first_difference, margins_of
 from scripts.prove.tiny_models import BITSANDBYTES_4BIT, BITSANDBYTES_8BIT, Build, Widths, builder
-from tests.inference.planted import BUSHY, PlainCausalDrafter, PlantedDrafter
+from tests.inference.planted import BUSHY, PlainCausalDrafter, PlantedDrafter, decoding
 
 PROMPT = 21
 CHAIN = [(0,), (0, 0), (0, 0, 0)]
@@ -242,10 +241,7 @@ def _decode(
     options: dict[str, Any],
 ) -> tuple[Tensor, GenerationStats]:
     stats = GenerationStats()
-
-    def custom(model: Any, input_ids: Tensor, synced_gpus: bool = False, **kwargs: Any) -> Any:
-        return decode(target, drafter, input_ids, stats=stats, **kwargs)
-
+    custom = decoding(target, drafter, stats=stats)
     return _generate(target, inputs, options | {"custom_generate": custom}), stats
 
 

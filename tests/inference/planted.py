@@ -9,21 +9,33 @@ Shapes: B active rows, N tree nodes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.blended import BlendedDrafter
+from medusa_heads.inference.engine.decoding import decode
 from medusa_heads.inference.engine.rows import Row
 from medusa_heads.inference.engine.state import DecodingState
+from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree, TreeShape
 
 BUSHY = [
     *[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)],
     *[(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0), (2, 0, 0), (2, 1, 0), (2, 1, 0, 0)],
 ]
+
+
+def decoding(target: TargetModel, drafter: Drafter, **known: Any) -> Callable[..., Any]:
+    """What transformers' generate() takes as `custom_generate`: decoding with these drafts."""
+
+    def decoded(_: Any, input_ids: torch.Tensor, synced_gpus: bool = False, **given: Any) -> Any:
+        return decode(target, drafter, input_ids, **known, **given)
+
+    return decoded
 
 
 class Planting(Drafter):

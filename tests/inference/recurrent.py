@@ -16,12 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from medusa_heads import TargetModel
 from medusa_heads.config import RankPath
-from medusa_heads.inference.engine.decoding import decode
 from medusa_heads.inference.engine.stats import GenerationStats
 from scripts.prove.tiny_configs import tiny_config
 from scripts.prove.tiny_models import builder, random_weights
 from tests.conftest import DEVICE
-from tests.inference.planted import PlantedDrafter
+from tests.inference.planted import PlantedDrafter, decoding
 from tests.inference.reference import reference
 
 IN_GRAPHS = [
@@ -107,8 +106,5 @@ def planted(
     truth = expected_BT[:, inputs["input_ids"].shape[1] :].tolist()
     drafter = PlantedDrafter(truth, target.vocab_size, choices, share, in_step=in_step)
     stats = GenerationStats()
-
-    def custom(model: Any, input_ids: Tensor, synced_gpus: bool = False, **kwargs: Any) -> Any:
-        return decode(target, drafter, input_ids, rng="transformers", stats=stats, **kwargs)
-
+    custom = decoding(target, drafter, rng="transformers", stats=stats)
     return written(target.model, inputs, custom_generate=custom, **options), stats

@@ -18,7 +18,6 @@ from torch import Tensor
 from medusa_heads import DraftedModel, MedusaModel, TrainingFreeModel
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.inference.drafters.base import Drafter
-from medusa_heads.inference.engine.decoding import decode
 from medusa_heads.inference.engine.noise import Rng
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
@@ -29,7 +28,7 @@ from medusa_heads.trees.tree import TokenTree
 from scripts.prove.architecture_check import CHAIN
 from scripts.prove.lossless.targets import ASSETS, ProofTarget
 from scripts.prove.lossless.texts import Reference
-from tests.inference.planted import BUSHY, PlantedDrafter, Planting
+from tests.inference.planted import BUSHY, PlantedDrafter, Planting, decoding
 from tests.inference.rereading import random_heads
 
 # Long paths, with false drafts beside them.
@@ -126,10 +125,7 @@ def planted(
 
         # Heads may read layers of the target, which their model's view of it hands on.
         view = scripted or (target.view if model is None else model.target)
-
-        def custom(_: Any, input_ids: Tensor, synced_gpus: bool = False, **given: Any) -> Any:
-            return decode(view, asked, input_ids, rng=RNG, stats=stats, **given)
-
+        custom = decoding(view, asked, rng=RNG, stats=stats)
         return made.text.generate(target.model, custom_generate=custom), stats
 
     return Way(family, name, decoded, planted=True, alone=scripted is not None)

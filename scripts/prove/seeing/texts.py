@@ -25,12 +25,11 @@ from torch import Tensor
 
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.inference.engine.capability import capability
-from medusa_heads.inference.engine.decoding import decode
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.settings import flag
 from medusa_heads.target.target import TargetModel
 from scripts.prove.seeing.models import KINDS, build, prompts
-from tests.inference.planted import BUSHY, PlantedDrafter
+from tests.inference.planted import BUSHY, PlantedDrafter, decoding
 
 CHAIN = [(0,), (0, 0), (0, 0, 0)]
 WAYS: dict[str, dict[str, Any]] = {
@@ -67,10 +66,7 @@ def planted(
     stats, choices = GenerationStats(), BUSHY if capability(target) == "tree" else CHAIN
     truths = expected_BT[:, inputs["input_ids"].shape[1] :].tolist()
     drafter = PlantedDrafter(truths, target.vocab_size, choices)
-
-    def custom(_: Any, input_ids: Tensor, synced_gpus: bool = False, **kwargs: Any) -> Any:
-        return decode(target, drafter, input_ids, rng="transformers", stats=stats, **kwargs)
-
+    custom = decoding(target, drafter, rng="transformers", stats=stats)
     torch.manual_seed(7)
     return model.generate(**inputs, custom_generate=custom, **options), stats
 

@@ -21,7 +21,6 @@ from medusa_heads.inference.drafters.blended import BlendedDrafter, text_drafter
 from medusa_heads.inference.drafters.growing import Proposal, Source
 from medusa_heads.inference.drafters.heads import TreeSource
 from medusa_heads.inference.drafters.text import TextProposal, TextSource
-from medusa_heads.inference.engine.decoding import decode
 from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
@@ -29,7 +28,7 @@ from medusa_heads.inference.lookup.suffix_automaton import Continuation
 from medusa_heads.inference.models.training_free import TrainingFreeModel
 from medusa_heads.trees.statistics import HeadStatistics, prior_statistics
 from tests.conftest import DEVICE, TinyLlama
-from tests.inference.planted import Misremembering, PlantedDrafter
+from tests.inference.planted import Misremembering, PlantedDrafter, decoding
 from tests.inference.rereading import RereadingDrafter, random_heads, run
 
 STEPS = {1: 1.0, 2: 1.05, 4: 1.1, 8: 1.2, 16: 1.5}
@@ -60,11 +59,8 @@ def blended(sources: Sequence[Source] = (), kind: type[BlendedDrafter] = Blended
 
 
 def generate(model: Any, drafter: Any, inputs: dict[str, Any]) -> tuple[Tensor, GenerationStats]:
-    stats, target = GenerationStats(), TargetModel(model)
-
-    def custom(_model: Any, input_ids: Tensor, synced_gpus: bool = False, **kwargs: Any) -> Any:
-        return decode(target, drafter, input_ids, rng="transformers", stats=stats, **kwargs)
-
+    stats = GenerationStats()
+    custom = decoding(TargetModel(model), drafter, rng="transformers", stats=stats)
     torch.manual_seed(7)
     return model.generate(**inputs, custom_generate=custom), stats
 

@@ -18,12 +18,12 @@ from medusa_heads.inference.drafters import recycling
 from medusa_heads.inference.drafters.blended import BlendedDrafter
 from medusa_heads.inference.drafters.recycling import RecycledTrees, RecyclingSource
 from medusa_heads.inference.engine.capability import capability
-from medusa_heads.inference.engine.decoding import decode
 from medusa_heads.inference.engine.noise import Noise
 from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.trees.tree import TokenTree, TreeShape
 from tests.conftest import DEVICE, TinyLlama
+from tests.inference.planted import decoding
 
 STATE: Any = SimpleNamespace(rows=[SimpleNamespace(tokens=[3])], drawing="greedy", noise=None)
 
@@ -176,11 +176,8 @@ def test_a_target_without_numbers_for_a_while(tiny_llama: TinyLlama) -> None:
 
 
 def written(model: Any, drafter: Any, ids_BT: Tensor, new: int) -> tuple[Tensor, GenerationStats]:
-    stats, target = GenerationStats(), TargetModel(model)
-
-    def custom(_model: Any, input_ids: Tensor, synced_gpus: bool = False, **kwargs: Any) -> Any:
-        return decode(target, drafter, input_ids, stats=stats, **kwargs)
-
+    stats = GenerationStats()
+    custom = decoding(TargetModel(model), drafter, stats=stats)
     options = {"max_new_tokens": new, "do_sample": False, "custom_generate": custom}
     return model.generate(ids_BT, **options), stats
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from medusa_heads.inference.engine.capability import capability
-from medusa_heads.inference.engine.decoding import decode
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.target.attention import TreeMask
@@ -22,7 +21,7 @@ from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.padded import padded
-from tests.inference.planted import PlantedDrafter
+from tests.inference.planted import PlantedDrafter, decoding
 from tests.pairs import alternately
 
 VOCAB = 24
@@ -77,10 +76,7 @@ def mismatches(
     }
     plain_BT = model.generate(**inputs)[:, PROMPT:]
     target, drafter, stats = kind(model), Noting(plain_BT.tolist(), VOCAB), GenerationStats()
-
-    def custom(model: Any, input_ids: Tensor, synced_gpus: bool = False, **kwargs: Any) -> Any:
-        return decode(target, drafter, input_ids, stats=stats, **kwargs)
-
+    custom = decoding(target, drafter, stats=stats)
     texts = model.generate(**inputs, custom_generate=custom)[:, PROMPT:].tolist()
     end = options.get("eos_token_id")
     texts = [text[: text.index(end) + 1] if end in text else text for text in texts]

@@ -23,11 +23,10 @@ from transformers import (
 )
 
 from medusa_heads.inference.acceptance import SampleThenMatch
-from medusa_heads.inference.engine.decoding import decode
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.target.target import TargetModel
 from tests.conftest import DEVICE
-from tests.inference.planted import PlainCausalDrafter, PlantedDrafter
+from tests.inference.planted import PlainCausalDrafter, PlantedDrafter, decoding
 from tests.inference.reference import reference
 from tests.pairs import alternately, with_slow
 
@@ -132,12 +131,7 @@ def decode_planted(
 ) -> tuple[Tensor, GenerationStats]:
     drafter = drafter_class(reference_BT[:, PROMPT:].tolist(), VOCAB)
     stats = GenerationStats()
-
-    def custom(model: Any, input_ids: Tensor, synced_gpus: bool = False, **kwargs: Any) -> Any:
-        return decode(
-            TargetModel(model), drafter, input_ids, rng="transformers", stats=stats, **kwargs
-        )
-
+    custom = decoding(TargetModel(model), drafter, rng="transformers", stats=stats)
     torch.manual_seed(7)
     got_BT = model.generate(**inputs, max_new_tokens=NEW, custom_generate=custom, **options)
     return got_BT, stats

@@ -12,12 +12,12 @@ from transformers import MistralConfig, MistralForCausalLM
 from medusa_heads.inference.drafters.base import Drafter
 from medusa_heads.inference.drafters.model import drafted_text
 from medusa_heads.inference.drafters.model.draft_model import DraftModelDrafter
-from medusa_heads.inference.engine.decoding import decode
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.inference.engine.stats import GenerationStats
 from medusa_heads.target.target import TargetModel
 from medusa_heads.trees.tree import TokenTree
 from tests.conftest import DEVICE, TinyLlama
+from tests.inference.planted import decoding
 from tests.inference.reference import reference
 
 VOCAB = 199
@@ -59,12 +59,7 @@ def generate(
     target: Any, drafter: Any, inputs: dict[str, Tensor], **options: Any
 ) -> tuple[Tensor, GenerationStats]:
     stats = GenerationStats()
-
-    def custom(model: Any, input_ids: Tensor, synced_gpus: bool = False, **kwargs: Any) -> Any:
-        return decode(
-            TargetModel(model), drafter, input_ids, rng="transformers", stats=stats, **kwargs
-        )
-
+    custom = decoding(TargetModel(target), drafter, rng="transformers", stats=stats)
     torch.manual_seed(7)
     settings = {"max_new_tokens": NEW, **options}
     got_BT = target.generate(**inputs, custom_generate=custom, **settings)

@@ -17,12 +17,12 @@ from medusa_heads.inference.drafters.model.draft_model import DraftModelDrafter
 from medusa_heads.inference.drafters.model.drafted_text import DraftedText
 from medusa_heads.inference.drafters.model.translated_row import TranslatedRow
 from medusa_heads.inference.drafters.model.vocabulary import ForeignDraft, fitted
-from medusa_heads.inference.engine.decoding import decode
 from medusa_heads.inference.engine.rows import Row, StopCheck
 from medusa_heads.inference.engine.state import DecodingState
 from medusa_heads.trees.tree import TokenTree
 from tests.conftest import DEVICE, TinyLlama
 from tests.inference.drafters.model.test_vocabulary import couple, letters
+from tests.inference.planted import decoding
 
 
 class Reread(Drafter):
@@ -72,11 +72,8 @@ def reread(spellers: Any, shape: dict[str, Any], batch: int) -> float:
     mask_BT = (torch.arange(11) >= 3 * torch.arange(batch)[:, None]).long().to(DEVICE)
     size = len(target.lm_head.weight)
     checked = Reread(DraftModelDrafter(draft, size, **shape), draft, mask_BT)
-
-    def custom(model: Any, input_ids: Tensor, synced_gpus: bool = False, **kwargs: Any) -> Any:
-        # Drafts that know what is drawn say of a token how likely that makes it.
-        return decode(TargetModel(model), checked, input_ids, rng="transformers", **kwargs)
-
+    # Drafts that know what is drawn say of a token how likely that makes it.
+    custom = decoding(TargetModel(target), checked, rng="transformers")
     torch.manual_seed(1)
     target.generate(
         ids_BT.to(DEVICE),
