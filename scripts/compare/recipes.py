@@ -37,7 +37,6 @@ from medusa_heads.cli.flags.arguments import command
 from medusa_heads.config import IGNORED
 from medusa_heads.decoder_shape import DecoderShape
 from medusa_heads.files import replace_json
-from medusa_heads.heads import DraftHeads
 from medusa_heads.settings import flag
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
@@ -224,7 +223,7 @@ def run(name: str, texts: Texts, prompts: int, arguments: CompareArguments) -> d
         "prompts": prompts,
         "training_tokens": sum(label != IGNORED for row in rows["labels"] for label in row)
         * arguments.num_train_epochs,
-        "parameters": trainable(heads),
+        "parameters": sum(parameter.numel() for parameter in heads.parameters()),
         "seconds": round(seconds),
         "bf16": optimisation.bf16,
         "measured": figures,
@@ -245,11 +244,6 @@ def measure(ranks_BTK: Tensor, sizes: Sequence[int] = NODES) -> dict[str, Any]:
         "top_1": rank_statistics(ranks_BTK).top_k_accuracy(1),
         "tokens_per_step": tokens_per_step,
     }
-
-
-def trainable(heads: DraftHeads) -> int:
-    """Parameters that were learnt."""
-    return sum(parameter.numel() for parameter in heads.parameters())
 
 
 def show(results: list[dict[str, Any]]) -> None:

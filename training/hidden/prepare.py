@@ -63,15 +63,13 @@ class Part:
         positions = int(kept_counts(self.rows, self.key.positions).sum())
         return positions * Index(self.key, layout).position_bytes
 
-    def layout(
-        self, dtype: torch.dtype, shard_bytes: int, computed_by: str | None
-    ) -> tuple[Layout, Any]:
+    def layout(self, dtype: torch.dtype, computed_by: str | None) -> tuple[Layout, Any]:
         """How it will lie there, and the positions of each place."""
         rows, said = len(self.rows), dtype_name(dtype)
         layout = Layout(rows, self.batch_size, rows, self.seed, said, computed_by)
         counts = kept_counts(self.rows, self.key.positions)[layout.order()]
         bytes_of_batch = Index(self.key, layout).position_bytes * counts.mean() * self.batch_size
-        batches = max(round(shard_bytes / max(bytes_of_batch, 1)), 1)
+        batches = max(round(SHARD_BYTES / max(bytes_of_batch, 1)), 1)
         return replace(layout, rows_per_shard=batches * self.batch_size), counts
 
 
@@ -96,23 +94,17 @@ class Forwards:
 
 
 def write_parts(
-    target: TargetModel,
-    parts: Sequence[Part],
-    *,
-    shard_bytes: int | None = None,
-    forwards: Forwards | None = None,
+    target: TargetModel, parts: Sequence[Part], *, forwards: Forwards | None = None
 ) -> None:
-    """Write what is not there yet, in shards of about so many bytes; all processes of the run must
-    call this together. Raises ValueError: the disk is too small, the states are not finite, or some
-    are there that something else computed; OSError where it became full meanwhile. Shards that are
-    whole by then stay."""
+    """Write what is not there yet; all processes of the run must call this together. Raises
+    ValueError: the disk is too small, the states are not finite, or some are there that something
+    else computed; OSError where it became full meanwhile. Shards that are whole by then stay."""
     state, forwards = PartialState(), forwards or Forwards(target)
     found: list[Any] = [None]
     dtype = _run_on_nothing(target).dtype
     if state.is_main_process:
         try:
-            lying = dtype, shard_bytes or SHARD_BYTES, forwards.computed_by
-            found = [[_begin(part, *lying) for part in parts]]
+            found = [[_begin(part, dtype, forwards.computed_by) for part in parts]]
             _check_disk(parts, found[0], forwards.passing_bytes)
         except (ValueError, OSError) as error:
             found = [error]
@@ -126,7 +118,7 @@ def write_parts(
         in_all(partial(seal, part.folder, index) if seals else lambda: None)
 
 
-def _begin(part: Part, dtype: torch.dtype, shard_bytes: int, computed_by: str | None) -> list[int]:
+def _begin(part: Part, dtype: torch.dtype, computed_by: str | None) -> list[int]:
     """Make the folder and its index where there is none, and remove what cannot be used; the shards
     that are missing."""
     folder = part.folder
@@ -136,12 +128,12 @@ def _begin(part: Part, dtype: torch.dtype, shard_bytes: int, computed_by: str | 
         if index.key != part.key:
             raise CacheError(f"{folder} holds the index of another cache")
         alone = os.listdir(folder) == [INDEX_FILE]
-        if alone and index.layout != part.layout(dtype, shard_bytes, computed_by)[0]:
+        if alone and index.layout != part.layout(dtype, computed_by)[0]:
             raise CacheError(f"{folder} holds the index of other batches, and no states")
     except CacheError as error:
         if (folder / INDEX_FILE).exists():
             logger.warning("%s: it is written anew", error)
-        layout, counts = part.layout(dtype, shard_bytes, computed_by)
+        layout, counts = part.layout(dtype, computed_by)
         index = Index(part.key, layout, starts=np.concatenate([[0], np.cumsum(counts)]))
         index.write(folder)
     missing = []

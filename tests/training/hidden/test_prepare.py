@@ -51,7 +51,7 @@ class Writing:
         return parts_of(cache, self.target, self.data, HeadsConfig(num_heads=2), args, "weights")
 
     def __call__(self, name: str, batch: int = 4) -> None:
-        write_parts(self.target, self.parts(name, batch), shard_bytes=SMALL)
+        write_parts(self.target, self.parts(name, batch))
 
     def bytes(self, name: str) -> dict[str, bytes]:
         """Of all files, hidden ones too."""
@@ -60,7 +60,13 @@ class Writing:
 
 
 @pytest.fixture
-def writing(target: TargetModel, texts: tuple[Dataset, Dataset], tmp_path: Path) -> Writing:
+def writing(
+    target: TargetModel,
+    texts: tuple[Dataset, Dataset],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Writing:
+    monkeypatch.setattr(prepare, "SHARD_BYTES", SMALL)
     return Writing(target, texts, tmp_path)
 
 
@@ -90,7 +96,7 @@ def test_another_engine_goes_on_with_nothing_that_was_begun(writing: Writing) ->
 
     def write(name: str, by: Forwards | None = None) -> list[Part]:
         parts = writing.parts(name)
-        write_parts(writing.target, parts, shard_bytes=SMALL, forwards=by)
+        write_parts(writing.target, parts, forwards=by)
         return parts
 
     own = writing.bytes("own") if write("own") else {}

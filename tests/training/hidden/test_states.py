@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from medusa_heads.training.arguments.loss_config import LossConfig
-from medusa_heads.training.hidden import cache_setup, prepare
+from medusa_heads.training.hidden import prepare
 from medusa_heads.training.hidden import states as hidden_states
 from medusa_heads.training.hidden.layout import Index, Layout, drawn_order
 from medusa_heads.training.hidden.states import ShardLocalOrder
@@ -47,9 +47,7 @@ def test_weights_are_bitwise_the_same_from_many_shards(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = runs("off")
-    small = 20 * 16 * 4 * 4  # about a batch
-    write = prepare.write_parts
-    monkeypatch.setattr(cache_setup, "write_parts", lambda *given: write(*given, shard_bytes=small))
+    monkeypatch.setattr(prepare, "SHARD_BYTES", 20 * 16 * 4 * 4)  # about a batch
     assert same(plain, runs("auto")) and same(plain, runs("read"))
     assert len(runs.shards()) == 5 + 2
 
