@@ -49,9 +49,9 @@ def on_screen(
     return table
 
 
-def in_markdown(rows: Rows) -> str:
-    """A table, numbers to the right."""
+def in_markdown(rows: Rows, *, texts: int = 1) -> str:
+    """A table, numbers to the right, behind so many columns of texts."""
     columns, cells = rows
-    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *cells]
+    lines = [columns, ["---"] * texts + ["---:"] * (len(columns) - texts), *cells]
     written = ([cell.replace("|", r"\|") for cell in line] for line in lines)
     return "\n".join(f"| {' | '.join(line)} |" for line in written)

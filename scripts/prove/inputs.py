@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.settings import flag
+from medusa_heads.tables import in_markdown
 from scripts.prove.hostile.attempt import FAULTS
 
 if TYPE_CHECKING:
@@ -170,13 +171,11 @@ def table(lines: Iterable[dict[str, Any]]) -> str:
             *(became[name] for name in ("refused", "skipped", "mended", "accepted", "either")),
             *(faults[name] for name in FAULTS),
         ]
-        rows.append(f"| {kind} | " + " | ".join(f"{count:,}" for count in counts) + " |")
-    titles = (
-        "kind | inputs | refused | skipped | measured anew | good, accepted | either | "
-        "tracebacks | unclear sentences | silent acceptance | good, refused | files outside | "
-        "code run"
-    )
-    return "\n".join([f"| {titles} |", "|" + "---|" * 13, *rows])
+        rows.append([kind, *(f"{count:,}" for count in counts)])
+    became_of = ("refused", "skipped", "measured anew", "good, accepted", "either")
+    found = ("tracebacks", "unclear sentences", "silent acceptance", "good, refused")
+    titles = ("kind", "inputs", *became_of, *found, "files outside", "code run")
+    return in_markdown((titles, rows))
 
 
 def verdict(lines: Iterable[dict[str, Any]]) -> bool:

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList
@@ -36,6 +35,7 @@ from medusa_heads.checkpoint.provenance import provenance
 from medusa_heads.cli.flags.arguments import command
 from medusa_heads.inference.engine.noise import RNGS, Rng
 from medusa_heads.settings import flag
+from medusa_heads.tables import in_markdown, on_screen
 
 VOCAB = 16
 BATCH = 200
@@ -244,10 +244,7 @@ def verdict(outcomes: list[Outcome]) -> bool:
 
 
 def show(outcomes: list[Outcome]) -> None:
-    table = Table(*_COLUMNS)
-    for cells in _rows(outcomes):
-        table.add_row(*cells)
-    Console().print(table)
+    Console().print(on_screen("", (_COLUMNS, list(_rows(outcomes)))))
     Console().print(_together(outcomes))
     Console().print("as it should be" if verdict(outcomes) else "[bold red]NOT as it should be")
 
@@ -272,9 +269,7 @@ def as_markdown(outcomes: list[Outcome], arguments: ProofArguments) -> str:
         "",
         "Of two and of three tokens: p, and in brackets chi-square and its degrees of freedom.",
         "",
-        f"| {' | '.join(_COLUMNS)} |",
-        "|---" * len(_COLUMNS) + "|",
-        *(f"| {' | '.join(cells)} |" for cells in _rows(outcomes)),
+        in_markdown((_COLUMNS, list(_rows(outcomes))), texts=len(_CASE)),
     ]
     return "\n".join(lines) + "\n"
 

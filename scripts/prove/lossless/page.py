@@ -10,6 +10,7 @@ from textwrap import fill
 
 from medusa_heads.checkpoint.provenance import provenance
 from medusa_heads.machine.facts import machine_facts
+from medusa_heads.tables import in_markdown
 from scripts.prove.lossless.cases import Record
 from scripts.prove.lossless.comparison import EPSILON
 from scripts.prove.lossless.records import Summary
@@ -89,9 +90,8 @@ def _table(
     groups: dict[str, list[Record]] = {}
     for record in records:
         groups.setdefault(str(key(record)), []).append(record)
-    lines = [f"| {title} | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
-    lines += [f"| {name} | {' | '.join(figures(groups[name]))} |" for name in sorted(groups)]
-    return "\n".join(lines)
+    cells = [[name, *figures(groups[name])] for name in sorted(groups)]
+    return in_markdown(([title, *columns], cells))
 
 
 def _figures(records: Sequence[Record]) -> list[str]:

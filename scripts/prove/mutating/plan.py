@@ -9,6 +9,7 @@ from pathlib import Path
 
 import yaml
 
+from medusa_heads.tables import in_markdown
 from scripts.prove.mutating.changes import Mutant
 
 PLAN = Path(__file__).parents[1] / "mutants.yaml"
@@ -78,15 +79,9 @@ def tables(laws: Sequence[Law], survivors: Sequence[Survivor]) -> tuple[str, str
         for of in [survivor.mutant]
     ]
     return (
-        _markdown(("law", "what it promises", "functions"), of_laws),
-        _markdown(("function", "was", "becomes", "why nothing changes"), of_survivors),
+        in_markdown((("law", "what it promises", "functions"), of_laws), texts=3),
+        in_markdown((("function", "was", "becomes", "why nothing changes"), of_survivors), texts=4),
     )
-
-
-def _markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [names, ["---"] * len(names), *rows]
-    escaped = [[cell.replace("|", "\\|") for cell in line] for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
 
 
 def entry(mutant: Mutant) -> str:
