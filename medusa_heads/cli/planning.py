@@ -51,7 +51,8 @@ def show_plan_of(
     console = Console()
     show_sample(rows, command.tokenizer, console)
     show_plan(planned, console)
-    if reason := _unmeasured(command, args, planned, begins_as):
+    reason = "an image costs what no number of tokens tells" if data.has_images else None
+    if reason := reason or _unmeasured(command, args, planned, begins_as):
         console.print(f"No step was measured: {reason}.", highlight=False)
         say_warnings(data.warnings)
         return

@@ -13,13 +13,19 @@ import json
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from medusa_heads.files import parse_json
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 Refuse = Callable[[str, str], None]
 Rows = Iterator[tuple[str, dict[str, Any]]]
+
+_ROWS_OF_A_BATCH = 20_000  # of a table: each batch takes kilobytes of every process that reads it
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".jsonl.gz", ".json.gz", ".csv.gz")
 
@@ -142,3 +148,25 @@ def _read_parquet(file: Path) -> Rows:
     # What a damaged page holds may be of any type, or beyond what Python has.
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise ValueError(f"{str(file)!r} is not valid Parquet ({error})") from error
+
+
+def parquet_table(file: Path) -> Dataset:
+    """All of a file as a table, memory-mapped by datasets, however large."""
+    from datasets import Dataset
+    from datasets.exceptions import DatasetsError
+    from datasets.packaged_modules.parquet.parquet import ParquetConfig
+    from pyarrow import ArrowException, default_memory_pool
+    from pyarrow.dataset import ParquetFragmentScanOptions
+
+    # Else as much memory as the file is large holds what was read ahead, until it ends.
+    options = {"fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
+    if not options.keys() <= {each.name for each in fields(ParquetConfig)}:
+        options = {}  # of earlier versions of datasets
+    try:
+        table = Dataset.from_parquet(str(file), writer_batch_size=_ROWS_OF_A_BATCH, **options)
+        table.data.validate(full=True)  # its texts are texts, too
+    except (DatasetsError, ArrowException, OSError, ValueError) as error:
+        reason = error.__cause__ or error
+        raise ValueError(f"{str(file)!r} is not valid Parquet ({reason})") from error
+    default_memory_pool().release_unused()  # it would keep hundreds of megabytes
+    return table

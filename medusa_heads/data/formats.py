@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
 from medusa_heads.config import IGNORED
 from medusa_heads.data.bad_rows import BadRow
+from medusa_heads.data.images import IMAGES_COLUMN, Source, with_images
 from medusa_heads.data.messages import SPEAKERS, SYSTEM_COLUMN, behind_system, messages_of, tools_of
 from medusa_heads.files import parse_json
 
@@ -53,11 +54,12 @@ class Completion:
 @dataclass(frozen=True)
 class Conversation:
     """Messages for a chat template; what the assistant says after the first `context` of them is
-    learnt."""
+    learnt. The images are those of their parts, in order."""
 
     messages: list[dict[str, Any]]
     context: int = 0
     tools: list[Any] | None = None
+    images: list[Source] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,12 @@ Content = Document | Completion | Conversation | Tokens | Question | QuestionTok
 
 @dataclass(frozen=True)
 class Format:
-    """One form: what it holds, and the columns it is read from."""
+    """One form: what it holds, the columns it is read from, and the folder in which relative paths
+    of images start."""
 
     name: str
     columns: tuple[str, ...]
+    folder: str | None = None
 
     def __str__(self) -> str:
         return " + ".join(self.columns)
@@ -115,12 +119,12 @@ class Format:
         if self.name == "text":
             return Document(_text(row[first], first))
         if self.name in ("question", "questions", "messages"):
-            say_something = SPEAKERS if self.name == "messages" else ("user",)
-            messages = messages_of(row[first], first, say_something, filled=filled)
+            learnt = self.name == "messages"
+            say_something = SPEAKERS if learnt else ("user",)
+            messages = messages_of(row[first], first, say_something, filled=filled, shown=learnt)
             if first == "conversations":
                 messages = behind_system(messages, row.get(SYSTEM_COLUMN))
-            unlearnt = row.get(CONTEXT_COLUMN) or 0
-            return Conversation(messages, unlearnt, tools_of(row.get("tools"), filled=filled))
+            return self._talk(row, messages, row.get(CONTEXT_COLUMN) or 0, filled, shown=learnt)
         strings = [isinstance(row[column], str) for column in self.columns]
         texts = [is_plain(row[column]) for column in self.columns]
         if all(strings) and any(texts):
@@ -130,11 +134,23 @@ class Format:
                 "'prompt' and 'completion' are of two kinds, a text and a list of messages"
             )
         context, answer = (
-            messages_of(row[column], column, filled=filled) for column in self.columns
+            messages_of(row[column], column, filled=filled, shown=True) for column in self.columns
         )
-        return Conversation(
-            context + answer, len(context), tools_of(row.get("tools"), filled=filled)
-        )
+        return self._talk(row, context + answer, len(context), filled, shown=True)
+
+    def _talk(
+        self,
+        row: Mapping[str, Any],
+        messages: list[dict[str, Any]],
+        unlearnt: int,
+        filled: bool,
+        *,
+        shown: bool,
+    ) -> Conversation:
+        tools = tools_of(row.get("tools"), filled=filled)
+        given = row.get(IMAGES_COLUMN) if shown else None
+        messages, images = with_images(messages, given, self.folder)
+        return Conversation(messages, unlearnt, tools, images)
 
 
 FORMATS = (

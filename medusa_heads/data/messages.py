@@ -29,14 +29,19 @@ SPEAKERS = ("user", "assistant")
 
 
 def messages_of(
-    value: Any, column: str, say_something: Collection[str] = SPEAKERS, *, filled: bool = True
+    value: Any,
+    column: str,
+    say_something: Collection[str] = SPEAKERS,
+    *,
+    filled: bool = True,
+    shown: bool = False,
 ) -> list[dict[str, Any]]:
     """The messages of a column, all with a role and a text as content; a BadRow where they are
     none, a role is unknown, a content holds something else than text, a weight is neither 0 nor 1,
     or a message of one of the roles `say_something` is empty. `filled`: a list
-    that is no JSON is of a table."""
+    that is no JSON is of a table. `shown`: a content with an image stays a list of parts."""
     messages = [
-        _message(message, i, column, say_something)
+        _message(message, i, column, say_something, shown)
         for i, message in enumerate(_list(value, column, filled))
     ]
     if not messages:
@@ -139,7 +144,7 @@ def _without_none(value: Any) -> Any:
 
 
 def _message(
-    message: Any, index: int, column: str, say_something: Collection[str]
+    message: Any, index: int, column: str, say_something: Collection[str], shown: bool
 ) -> dict[str, Any]:
     where = f"message {index} of {column!r}"
     if not isinstance(message, Mapping):
@@ -162,8 +167,10 @@ def _message(
         calls = _calls(found.pop("tool_calls", None), index)
         found |= {"tool_calls": calls} if calls else {}
     # Calls come without content, and templates write out what is given: None as 'None'.
-    found["content"] = _text(found.get("content"), where)
-    empty = not found["content"].strip() and not found.get("tool_calls")
+    found["content"] = content = _content(found.get("content"), where)
+    if isinstance(content, list) and not (shown and found["role"] != "assistant"):
+        raise BadRow(f"{where} ({role}) holds a part of type 'image', expected only texts")
+    empty = isinstance(content, str) and not content.strip() and not found.get("tool_calls")
     if empty and found["role"] in say_something:
         raise BadRow(f"{where} ({role}) is empty")
     return found
@@ -179,24 +186,28 @@ def _calls(value: Any, index: int) -> list[Any]:
     return _list(given, f"tool_calls of message {index}", False)
 
 
-def _text(content: Any, where: str) -> str:
-    """Content as one text. Some templates would write a list of parts as Python does, or not at
-    all."""
+def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """Content as one text, or as parts where one of them is an image. Some templates would write a
+    list of texts as Python does, or not at all."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise BadRow(f"{where} has content of type {type(content).__name__}, expected a text")
-    texts = []
+    texts, parts = [], []
     for part in content:
         text = part
         if isinstance(part, Mapping):
             kind = part.get("type") or ("text" if "text" in part else next(iter(part), ""))
+            if kind == "image":
+                parts.append({**part, "type": kind})
+                continue
             if kind != "text":
                 raise BadRow(f"{where} holds a part of type {kind!r}, expected only texts")
             text = part.get("text")
         if not isinstance(text, str):
             raise BadRow(f"{where} holds a part that is {type(text).__name__}, expected a text")
         texts.append(text)
-    return "".join(texts)
+        parts.append({"type": "text", "text": text})
+    return "".join(texts) if len(texts) == len(parts) else parts

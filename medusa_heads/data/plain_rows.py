@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from datasets import Dataset, Features, List, Value
 from medusa_heads.data.bad_rows import BadRow, BadRows
 from medusa_heads.data.data_files import Refuse, read_rows
 from medusa_heads.data.formats import CONTEXT_COLUMN, Format, plain_columns, recognise
+from medusa_heads.data.images import IMAGES_COLUMN, stored_images
 from medusa_heads.files import half_character
 
 PLACE_COLUMN = "_place"
@@ -26,6 +28,8 @@ def plain_features(columns: Collection[str]) -> Features:
     kinds: dict[str, Any] = dict.fromkeys([*columns, PLACE_COLUMN], Value("string"))
     for name in kinds.keys() & {"input_ids", "labels"}:
         kinds[name] = List(Value("int32"))
+    if IMAGES_COLUMN in kinds:
+        kinds[IMAGES_COLUMN] = stored_images()
     if CONTEXT_COLUMN in kinds:
         kinds[CONTEXT_COLUMN] = Value("int64")
     return Features(kinds)
@@ -59,7 +63,7 @@ def first_format(
     problem = "give one with text in it"
     for file in files:
         for place, row in read_rows(file, broken.add):
-            found = recognise(list(row), text_column, known)
+            found = _in_folder(recognise(list(row), text_column, known), file)
             try:
                 columns = plain_columns(found.read(row, filled=file.suffix == ".parquet"))
             except BadRow as error:
@@ -79,7 +83,11 @@ def plain_rows(
     """The rows of data files in one format, with their places. Of broken rows `refuse` is told."""
     for file in files:
         rows, filled = read_rows(file, refuse), file.suffix == ".parquet"
-        yield from _plain(rows, found, columns, refuse, filled=filled)
+        yield from _plain(rows, _in_folder(found, file), columns, refuse, filled=filled)
+
+
+def _in_folder(found: Format, file: Path) -> Format:
+    return replace(found, folder=str(file.absolute().parent))
 
 
 def plain_rows_of(

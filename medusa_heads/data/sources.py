@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import datasets
 from datasets import Dataset, Features, IterableDataset, Value, concatenate_datasets
-from datasets.exceptions import DatasetGenerationError, DatasetsError
+from datasets.exceptions import DatasetGenerationError
 
 from medusa_heads.data.bad_rows import BadRows
+from medusa_heads.data.data_files import parquet_table
 from medusa_heads.data.finding import find_names, find_rows
 from medusa_heads.data.formats import (
     CONTEXT_COLUMN,
@@ -21,6 +23,7 @@ from medusa_heads.data.formats import (
     Format,
     recognise,
 )
+from medusa_heads.data.images import IMAGES_COLUMN, may_hold_images, undecoded
 from medusa_heads.data.messages import SYSTEM_COLUMN
 from medusa_heads.data.plain_rows import (
     PLACE_COLUMN,
@@ -31,11 +34,13 @@ from medusa_heads.data.plain_rows import (
     plain_rows_of,
     told_rows,
 )
-from medusa_heads.files import check_folder, code_sha256
+from medusa_heads.files import check_folder, code_sha256, expanded
 
-_BESIDE = ("tools", SYSTEM_COLUMN, DOCUMENT_COLUMN, MASK_COLUMN, CONTEXT_COLUMN, PLACE_COLUMN)
+_BESIDE = (
+    "tools", SYSTEM_COLUMN, IMAGES_COLUMN, DOCUMENT_COLUMN, MASK_COLUMN, CONTEXT_COLUMN,
+    PLACE_COLUMN,
+)  # fmt: skip
 """Columns that are read too, where they are there."""
-_ROWS_OF_A_BATCH = 20_000  # of a file: each batch takes kilobytes of every process that reads it
 
 
 @dataclass
@@ -92,7 +97,8 @@ def load_corpus(
         if isinstance(rows, list):
             parts.append(_from_files(rows, one, text_column, bad_rows, streaming, known))
             continue
-        parts.append(as_corpus(rows, one, text_column=text_column, bad_rows=bad_rows, known=known))
+        part = as_corpus(rows, one, text_column=text_column, bad_rows=bad_rows, known=known)
+        parts.append(_lying_in(part, [expanded(one)]))
         if streaming and parts[-1].counted:
             parts[-1].rows = parts[-1].rows.to_iterable_dataset()
     bad_rows.settle()
@@ -122,7 +128,7 @@ def as_corpus(
     are of no known format."""
     if isinstance(rows, dict):  # of splits
         raise ValueError(f"{name} has the splits {sorted(rows)}: give one of them")
-    rows = rows.with_format(None)
+    rows = rows.with_format(None) if is_stream(rows) else undecoded(rows.with_format(None))
     if is_stream(rows):
         columns, counted = list(next(iter(rows), {})), []
     else:
@@ -148,7 +154,7 @@ def _from_files(
     found, features = first_format(files, text_column, known)
     tables = []
     if not streaming and all(file.suffix == ".parquet" for file in files):
-        tables = [_parquet_table(file) for file in files]
+        tables = [parquet_table(file) for file in files]
     if len(tables) > 1:
         tables = [_of_columns(table, (*found.columns, *_BESIDE)) for table in tables]
     if tables and _are_alike(tables):
@@ -161,7 +167,7 @@ def _from_files(
         )
         named = (str(file) for file in files)
         corpus.counted = list(zip(named, map(len, tables), strict=True))
-        return corpus
+        return _lying_in(corpus, [file.parent for file in files])
     # Tuples: a list would be taken for what several readers can share.
     reading: dict[str, Any] = {"files": tuple(files), "found": found, "columns": tuple(features)}
     if streaming:
@@ -173,6 +179,16 @@ def _from_files(
             bad_rows.settle()
             raise ValueError(f"the corpus is empty: give one with text in it ({name})")
     return Corpus(name, rows, recognise(list(features), known=known), str(found), bad_rows)
+
+
+def _lying_in(corpus: Corpus, folders: Sequence[Path]) -> Corpus:
+    """The same, with relative paths of its images in a folder, where it lies in one."""
+    folder = str(folders[0].absolute())
+    if corpus.is_stream or len({*folders}) > 1 or not os.path.isdir(folder):
+        return corpus
+    if may_hold_images(corpus.rows, corpus.format.columns):
+        corpus.format = replace(corpus.format, folder=folder)
+    return corpus
 
 
 def _read_once(reading: dict[str, Any], features: Features, bad_rows: BadRows) -> Dataset:
@@ -213,26 +229,6 @@ def _made_once(
             bad_rows.add(row[PLACE_COLUMN], row[PROBLEM_COLUMN])
         rows = rows.select(range(good))
     return rows.remove_columns(PROBLEM_COLUMN)
-
-
-def _parquet_table(file: Path) -> Dataset:
-    """Memory-mapped by datasets, however large."""
-    from datasets.packaged_modules.parquet.parquet import ParquetConfig
-    from pyarrow import ArrowException, default_memory_pool
-    from pyarrow.dataset import ParquetFragmentScanOptions
-
-    # Else as much memory as the file is large holds what was read ahead, until it ends.
-    options = {"fragment_scan_options": ParquetFragmentScanOptions(pre_buffer=False)}
-    if not options.keys() <= {each.name for each in fields(ParquetConfig)}:
-        options = {}  # of earlier versions of datasets
-    try:
-        table = Dataset.from_parquet(str(file), writer_batch_size=_ROWS_OF_A_BATCH, **options)
-        table.data.validate(full=True)  # its texts are texts, too
-    except (DatasetsError, ArrowException, OSError, ValueError) as error:
-        reason = error.__cause__ or error
-        raise ValueError(f"{str(file)!r} is not valid Parquet ({reason})") from error
-    default_memory_pool().release_unused()  # it would keep hundreds of megabytes
-    return table
 
 
 def _are_alike(tables: Sequence[Any]) -> bool:

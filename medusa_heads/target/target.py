@@ -269,13 +269,15 @@ class TargetModel(HiddenReader):
         attention_mask_BT: Tensor | None = None,
         position_ids_BT: Tensor | None = None,
         cache: RowCache | None = None,
+        **media: Tensor,
     ) -> Tensor:
         """What the lm_head would read at every position, with the features [B, T, X], without
         running it; gradients flow through it, to an adapter that learns within the target. Where a
-        cache is given, the text is appended to it."""
+        cache is given, the text is appended to it. `media` are its images, as the model takes them.
+        """
         optional = {"position_ids": position_ids_BT, self.cache_argument: cache}
         given: Any = {name: value for name, value in optional.items() if value is not None}
-        given |= {"input_ids": input_ids_BT, "attention_mask": attention_mask_BT}
+        given |= {"input_ids": input_ids_BT, "attention_mask": attention_mask_BT, **media}
         with self.instead_of_logits() as hidden:
             self.model(use_cache=cache is not None, **given)
         return hidden()

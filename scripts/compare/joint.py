@@ -28,7 +28,7 @@ from medusa_heads.settings import flag
 from medusa_heads.training.arguments.joint_config import JointConfig
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
-from medusa_heads.training.data.prepare import collate
+from medusa_heads.training.data.columns import collate
 from medusa_heads.training.loss.next_token import next_losses
 from medusa_heads.training.loss.rows import next_rows
 from medusa_heads.training.loss.teacher import Teacher

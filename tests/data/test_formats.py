@@ -153,7 +153,7 @@ def test_text_parts_are_one_text_and_other_parts_are_named() -> None:
     assert [said["content"] for said in found.messages] == ["What is this?", "A cat."]
     for part, reason in (
         ({"type": "image_url", "image_url": {"url": "x"}}, "a part of type 'image_url'"),
-        ({"image": "x.png"}, "a part of type 'image'"),
+        ({"video": "x.mp4"}, "a part of type 'video'"),
         ({"type": "text"}, "a part that is NoneType"),
         (7, "a part that is int"),
     ):

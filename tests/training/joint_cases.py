@@ -17,7 +17,7 @@ from medusa_heads.heads import DraftHeads, new_heads
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.joint_config import JointConfig
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
-from medusa_heads.training.data.prepare import collate
+from medusa_heads.training.data.columns import collate
 
 Rows = Callable[..., Dataset]
 SMALL = JointConfig(lora_r=4, lora_alpha=8, warmup_steps=2, learning_rate=5e-3)

@@ -1,8 +1,9 @@
-"""Columns of lists, read as arrays: no row is looked at by itself."""
+"""Columns of rows of tokens: their types, read as arrays without a look at each row, and joined to
+batches. Shapes: B batch, T tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
@@ -11,11 +12,70 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset
+import torch
+from datasets import Dataset, Features, List, Value
 from datasets.table import InMemoryTable, MemoryMappedTable
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from medusa_heads.config import IGNORED
+from medusa_heads.data.images import IMAGES_COLUMN, stored_images
+
+SEEN_COLUMN = "seen"
+"""Of a table of tokens, beside images: a hash of them as the target is shown them, 0 of none."""
 
 ROWS_AT_ONCE = 256
 """So many rows are in memory while a table is read."""
+
+
+def token_features(*, shown: bool) -> Features:
+    """Types of the columns that a Tokeniser makes, perhaps of rows with images."""
+    kinds = {"document": "int64", "problem": "string", "place": "string", "lost": "int64"}
+    features = {**row_features(), **{name: Value(kind) for name, kind in kinds.items()}}
+    if shown:
+        features |= {IMAGES_COLUMN: stored_images(), SEEN_COLUMN: Value("int64")}
+    return Features(features)
+
+
+def row_features(*more: str) -> Features:
+    """Types of the columns of rows of tokens."""
+    return Features({name: List(Value("int32")) for name in ("input_ids", "labels", *more)})
+
+
+def row_columns(rows: Dataset, *more: str) -> Dataset:
+    """The columns that training reads alone, and further ones: tokens, labels, and images where
+    some row has any."""
+    names = ["input_ids", "labels", *more]
+    if len(seen := seen_hashes(rows)) and seen.any():
+        names += [IMAGES_COLUMN, SEEN_COLUMN]
+    return rows.select_columns(names)
+
+
+def seen_hashes(rows: Dataset) -> Any:
+    """Of each row the hash of its images, [rows] int64; empty of a table without."""
+    if SEEN_COLUMN not in rows.column_names:
+        return np.empty(0, np.int64)
+    return rows.select_columns([SEEN_COLUMN]).with_format("numpy")[:][SEEN_COLUMN]
+
+
+def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """A batch padded on the right: input_ids_BT, labels_BT, and attention_mask_BT (0 is padding).
+    Packed rows have position_ids_BT in place of the mask, which would let documents see each other.
+    There, padding is a document of its own, behind the others."""
+
+    def padded(name: str, fill: int) -> Tensor:
+        parts = [torch.as_tensor(row[name], dtype=torch.long) for row in rows]
+        return pad_sequence(parts, batch_first=True, padding_value=fill)
+
+    batch = {"input_ids": padded("input_ids", 0), "labels": padded("labels", IGNORED)}
+    lengths_B1 = torch.tensor([len(row["input_ids"]) for row in rows])[:, None]
+    behind_BT = torch.arange(batch["input_ids"].shape[1]) - lengths_B1
+    if "position_ids" in rows[0]:
+        positions_BT = padded("position_ids", 0)
+        batch["position_ids"] = torch.where(behind_BT < 0, positions_BT, behind_BT)
+    else:
+        batch["attention_mask"] = (behind_BT < 0).long()
+    return batch
 
 
 def flat(column: pa.ChunkedArray) -> tuple[Any, Any]:

@@ -137,10 +137,15 @@ def _joined(documents: pa.Table, counts: Sequence[int]) -> dict[str, list[Any]]:
 def hidden_of(target: TargetModel, inputs: Mapping[str, Any], *, with_grad: bool = False) -> Tensor:
     """hidden_BTD of a batch that `collate` made, packed or not."""
     read = target.hidden_with_grad if with_grad else target.hidden
+    # Pixels in the target's dtype, as whoever asks it to write hands them over.
+    media = {
+        name: value.to(target.dtype) if value.is_floating_point() else value
+        for name, value in inputs.get("media", {}).items()
+    }
     ids_BT, positions_BT = inputs["input_ids"], inputs.get("position_ids")
     if positions_BT is not None and is_recurrent(target.config):
         return _read_apart(read, ids_BT, positions_BT)
-    return read(ids_BT, inputs.get("attention_mask"), positions_BT)
+    return read(ids_BT, inputs.get("attention_mask"), positions_BT, **media)
 
 
 def _read_apart(read: Callable[..., Tensor], ids_BT: Tensor, positions_BT: Tensor) -> Tensor:

@@ -1,27 +1,23 @@
 """From corpora to rows: token ids, and labels that say which tokens are learnt.
 
 A row is a document, a part of one, or with packing several: `input_ids`, and `labels` of the same
-length, unshifted, -100 where the text was not generated. Shapes: B batch, T tokens.
+length, unshifted, -100 where the text was not generated. Those of conversations may have images.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import datasets
 import numpy as np
-import torch
 from datasets import Dataset, IterableDataset
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from medusa_heads.config import IGNORED
 from medusa_heads.data.bad_rows import BadRows
 from medusa_heads.data.chat import ChatTemplate
 from medusa_heads.data.finding import HELD_OUT
@@ -31,8 +27,10 @@ from medusa_heads.errors import first_line
 from medusa_heads.target.loading import find_tokenizer
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.data import EVAL_ROWS, STREAM_EVAL_ROWS, DataArguments
+from medusa_heads.training.data.columns import SEEN_COLUMN
 from medusa_heads.training.data.pack import check_packing
 from medusa_heads.training.data.row_facts import RowFacts, RowLimits, UnfitRow, check_rows
+from medusa_heads.training.data.seen import Sight, find_sight
 from medusa_heads.training.data.split import TRAINING, split_once, tokenise_once
 from medusa_heads.training.data.template_fit import template_mismatch
 from medusa_heads.training.data.tokeniser import Tokeniser
@@ -54,6 +52,21 @@ class TrainingData:
     first_pass: IterableDataset | None = None  # of a stream, `rows` until they come again
     tokenizer: PreTrainedTokenizerBase | None = None  # of text, as far as it is known
     warnings: Sequence[str] = ()  # what to look at, a sentence each
+    sight: Sight = field(default_factory=Sight)  # how the target is shown images of rows
+
+    @property
+    def has_images(self) -> bool:
+        """Whether some row has any; no stream has."""
+        sets = [rows for rows in (self.rows, self.held_out) if not is_stream(rows)]
+        return any(SEEN_COLUMN in rows.column_names for rows in sets)
+
+    def refuse_images(self, learner: str) -> None:
+        """Raises ValueError where rows have images, for what does not learn from such."""
+        if self.has_images:
+            raise ValueError(
+                f"rows of the corpus have images, and {learner} not learn from such: leave them "
+                "out, or train heads beside a frozen target that is whole in each process"
+            )
 
     @property
     def is_stream(self) -> bool:
@@ -162,7 +175,7 @@ def prepare_data(
 
     Args:
         held_out: to measure on. Default: a part of `corpus`, drawn by the seed.
-        tokenizer: default: the one beside the target.
+        tokenizer: default: the one beside the target. Or its processor, which has one.
         settings: everything but the names of the corpora.
         num_heads: so many tokens ahead must be known somewhere in the held-out set.
         max_steps: of the run; a stream needs it.
@@ -176,18 +189,22 @@ def prepare_data(
             "datasets.Dataset.from_list(list(stream))"
         )
     parts = [part for part in (corpus, held_out) if part is not None]
+    sight = find_sight(target, parts, tokenizer)
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     if any(part.format.name != "tokens" for part in parts):
         target.check_length(settings.max_length, "max_length", "lower max_length")
         tokenizer = tokenizer or find_tokenizer(target.name_or_path, target.revision)
     if settings.packing and target.device.type != "meta":
         check_packing(target)
-    makers = [make_tokeniser(part, tokenizer, settings, target) for part in parts]
+    makers = [make_tokeniser(part, tokenizer, settings, target, sight) for part in parts]
     made = [
         tokenise_once(part, maker, settings)
         for part, maker in zip(parts, makers, strict=True)
         if not part.is_stream
     ]
     tables = [table for table, _ in made]
+    if settings.packing and any(SEEN_COLUMN in table.rows.column_names for table in tables):
+        raise ValueError("packing joins texts, and rows of the corpus have images: leave it off")
     one_pass = first_pass = None
     with _named_by_place(list(zip(parts, makers, strict=True)), settings, target):
         if corpus.is_stream:
@@ -230,6 +247,7 @@ def prepare_data(
         first_pass,
         tokenizer,
         [sentence for sentence in found if sentence is not None],
+        sight,
     )
 
 
@@ -258,31 +276,12 @@ def _draw(rows: Dataset, most: int, seed: int) -> Dataset:
     return rows.select(np.sort(np.random.default_rng(seed).permutation(len(rows))[:most]))
 
 
-def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """A batch padded on the right: input_ids_BT, labels_BT, and attention_mask_BT (0 is padding).
-    Packed rows have position_ids_BT in place of the mask, which would let documents see each other.
-    There, padding is a document of its own, behind the others."""
-
-    def padded(name: str, fill: int) -> Tensor:
-        parts = [torch.as_tensor(row[name], dtype=torch.long) for row in rows]
-        return pad_sequence(parts, batch_first=True, padding_value=fill)
-
-    batch = {"input_ids": padded("input_ids", 0), "labels": padded("labels", IGNORED)}
-    lengths_B1 = torch.tensor([len(row["input_ids"]) for row in rows])[:, None]
-    behind_BT = torch.arange(batch["input_ids"].shape[1]) - lengths_B1
-    if "position_ids" in rows[0]:
-        positions_BT = padded("position_ids", 0)
-        batch["position_ids"] = torch.where(behind_BT < 0, positions_BT, behind_BT)
-    else:
-        batch["attention_mask"] = (behind_BT < 0).long()
-    return batch
-
-
 def make_tokeniser(
     corpus: Corpus,
     tokenizer: PreTrainedTokenizerBase | None,
     settings: DataArguments,
     target: TargetModel,
+    sight: Sight | None = None,
 ) -> Tokeniser:
     """What makes rows of a corpus, for a target; a ValueError where text has no tokenizer, or the
     chat template cannot be used."""
@@ -292,7 +291,9 @@ def make_tokeniser(
         return Tokeniser(corpus.format, None, settings.max_length, limits=limits)
     if tokenizer is None:
         raise ValueError("text needs the target's tokenizer, and none was found beside the target")
+    sight = sight or Sight()
     chat, stops = None, stop_ids(target.model)
     if corpus.format.name == "messages" or settings.chat_template or tokenizer.chat_template:
-        chat = ChatTemplate(tokenizer, settings.template_text(), settings.template_kwargs(), stops)
-    return Tokeniser(corpus.format, tokenizer, settings.max_length, chat, limits, stops)
+        template = settings.template_text() or sight.template
+        chat = ChatTemplate(tokenizer, template, settings.template_kwargs(), stops)
+    return Tokeniser(corpus.format, tokenizer, settings.max_length, chat, limits, stops, sight)

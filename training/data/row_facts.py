@@ -12,14 +12,16 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor
 
 from medusa_heads.config import IGNORED
+from medusa_heads.data.formats import LARGEST_TOKEN
 from medusa_heads.data.sources import is_stream
 from medusa_heads.target.target import TargetModel
-from medusa_heads.training.data.columns import ROWS_AT_ONCE, flat, stretches
+from medusa_heads.training.data.columns import ROWS_AT_ONCE, flat, seen_hashes, stretches
 
 TOKENS_PER_ENTRY = 256
 """So many tokens of a stream are counted for each token that can be drafted."""
@@ -39,7 +41,7 @@ class RowFacts:
     rows: int
     tokens: int
     supervised_tokens: int
-    sha256: str  # over the token ids and labels, row by row
+    sha256: str  # over the token ids and labels, row by row, and then over the images
 
     def doubt(self, name: str) -> str | None:
         """The sentence for a dataset of less than 1 % of whose tokens anything is learnt."""
@@ -100,6 +102,27 @@ class RowLimits:
         return None
 
 
+def whole_rows(table: pa.Table, max_length: int, limits: RowLimits | None) -> Any:
+    """Which rows of tokens can be taken as they are, [rows] bool."""
+    ids, labels = (table[name] for name in ("input_ids", "labels"))
+    lengths, label_lengths = map(pc.list_value_length, (ids, labels))
+    right = pc.and_(pc.greater(lengths, 0), pc.less_equal(lengths, max_length))
+    right = pc.and_(right, pc.equal(lengths, label_lengths)).fill_null(False).combine_chunks()
+    whole = right.to_numpy(zero_copy_only=False)
+    places = np.flatnonzero(whole)
+    (ids_T, lengths), (labels_T, _) = (flat(column.filter(right)) for column in (ids, labels))
+    # Nulls have become NaN, which no comparison holds for.
+    fine_T = (abs(ids_T) <= LARGEST_TOKEN) & (abs(labels_T) <= LARGEST_TOKEN)
+    if limits is not None:
+        fine_T &= (ids_T >= 0) & (ids_T < limits.vocab_size)
+        fine_T &= (labels_T == ids_T) | (labels_T == IGNORED)
+        if limits.context is not None:
+            whole[places[lengths > limits.context]] = False
+    rows = np.searchsorted(np.cumsum(lengths), np.flatnonzero(~fine_T), side="right")
+    whole[places[rows]] = False
+    return whole
+
+
 def check_rows(
     rows: Dataset, target: TargetModel, *, name: str, heads_reached: int, kept: Any = None
 ) -> RowFacts:
@@ -133,6 +156,8 @@ def check_rows(
         number += len(lengths)
         tokens += len(ids)
         learnt += int(np.count_nonzero(supervised))
+    seen = seen_hashes(rows)
+    digest.update((seen if kept is None or not len(seen) else seen[kept]).tobytes())
     if not learnt:
         raise ValueError(f"the {name} has no supervised token: every label is {IGNORED}")
     if longest_run < heads_reached + 1:

@@ -20,8 +20,10 @@ from medusa_heads.training.data.columns import (
     ROWS_AT_ONCE,
     flat,
     picked,
+    row_columns,
     row_digests,
     row_lengths,
+    seen_hashes,
     write_numbers,
     write_table,
 )
@@ -107,7 +109,7 @@ def split_once(
                     write_table(made / "bins.arrow", fill_bins(row_lengths(rows)[kept], size))
                 move_in(made, folder, sorted(path.name for path in made.iterdir()))
     facts = RowFacts(**read_json(folder / "facts.json"))
-    rows = rows.select_columns(["input_ids", "labels"])
+    rows = row_columns(rows)
     known = picked(rows, folder / "known.arrow") if draws else rows
     measured = picked(rows, folder / "held_out.arrow") if draws else None
     if not settings.packing:
@@ -138,6 +140,8 @@ def distinct_documents(documents: Any, rows: Dataset) -> Any:
     texts, in the same rows) have the number of one of them."""
     column = next(name for name in ("input_ids", "text") if name in rows.column_names)
     digests = row_digests(rows, column)
+    if len(seen := seen_hashes(rows)):
+        digests = digests ^ seen.view(np.uint64)
     ordered = np.sort(digests)
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
     if not len(twice):

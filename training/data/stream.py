@@ -14,8 +14,9 @@ from datasets import Dataset, IterableDataset
 from datasets.iterable_dataset import RepeatExamplesIterable
 
 from medusa_heads.data.sources import Corpus
+from medusa_heads.training.data.columns import row_features, token_features
 from medusa_heads.training.data.pack import pack_batch
-from medusa_heads.training.data.tokeniser import Tokeniser, row_features, token_features
+from medusa_heads.training.data.tokeniser import Tokeniser
 
 FIRST_ROWS = 256
 """So many rows of a stream are looked at before training."""
@@ -180,7 +181,7 @@ class _Passes(RepeatExamplesIterable):
 
 
 def _tokens(rows: IterableDataset, tokeniser: Tokeniser, sieve: _Sieve) -> IterableDataset:
-    features, kept = token_features(), row_features()
+    features, kept = token_features(shown=False), row_features()
     batches: dict[str, Any] = {"batched": True, "batch_size": _TOKENISED_AT_ONCE}
     known = list(next(iter(rows), {}))
     tokens = rows.map(

@@ -16,9 +16,16 @@ from datasets import Dataset, concatenate_datasets
 
 from medusa_heads.data.formats import DOCUMENT_COLUMN
 from medusa_heads.data.sources import Corpus
-from medusa_heads.training.data.columns import lengths_in_parts, picked, write_numbers
+from medusa_heads.training.data.columns import (
+    lengths_in_parts,
+    picked,
+    row_columns,
+    token_features,
+    write_numbers,
+)
 from medusa_heads.training.data.prepared import write_whole
-from medusa_heads.training.data.tokeniser import Tokeniser, token_features
+from medusa_heads.training.data.seen import UNFIT
+from medusa_heads.training.data.tokeniser import Tokeniser
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +48,22 @@ def tokenise(
     ]
     made = concatenate_datasets(parts)
     broken = np.flatnonzero(made.data.column("problem").is_valid().to_numpy())
+    unfit = 0
     for row in made.select(broken):
+        if row["problem"] == UNFIT:
+            unfit += 1
+            continue
         place = row["place"] or corpus.place(row["document"])
         corpus.bad_rows.add(place, row["problem"])
     corpus.bad_rows.settle()
+    if unfit:
+        logger.warning(
+            "%d rows of %s were left out: within max_length %d %s",
+            unfit,
+            corpus.name,
+            tokeniser.max_length,
+            UNFIT,
+        )
     lost = made.data.column("lost")
     documents, tokens = pc.sum(pc.greater(lost, 0)).as_py() or 0, pc.sum(lost).as_py() or 0
     if documents:
@@ -55,7 +74,7 @@ def tokenise(
             tokeniser.max_length,
             tokens,
         )
-    rows = made.select_columns(["input_ids", "labels", DOCUMENT_COLUMN])
+    rows = row_columns(made, DOCUMENT_COLUMN)
     if len(broken):
         rows = _without(rows, broken, folder)
     if not len(rows):
@@ -91,7 +110,7 @@ def _part(
             writer_batch_size=_MOST_ROWS_OF_A_BATCH,
             with_indices=True,
             remove_columns=rows.column_names,
-            features=token_features(),
+            features=token_features(shown=tokeniser.shown),
             load_from_cache_file=False,
             cache_file_name=file,
             keep_in_memory=file is None,

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-from datasets import Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from medusa_heads.config import IGNORED
 from medusa_heads.data.bad_rows import BadRow
-from medusa_heads.data.chat import ChatTemplate, continuation
+from medusa_heads.data.chat import ChatTemplate, Rendered, continuation
 from medusa_heads.data.encoding import (
     Chosen,
     Encoder,
@@ -27,7 +24,6 @@ from medusa_heads.data.encoding import (
     is_blank,
 )
 from medusa_heads.data.formats import (
-    LARGEST_TOKEN,
     Completion,
     Conversation,
     Document,
@@ -36,9 +32,10 @@ from medusa_heads.data.formats import (
 )
 from medusa_heads.data.plain_rows import PLACE_COLUMN
 from medusa_heads.data.turns import LearntRows, end_of_turns, labelled, replaced
-from medusa_heads.training.data.columns import flat
+from medusa_heads.training.data.columns import token_features
 from medusa_heads.training.data.cut import blocks, cut
-from medusa_heads.training.data.row_facts import RowLimits
+from medusa_heads.training.data.row_facts import RowLimits, whole_rows
+from medusa_heads.training.data.seen import UNFIT, Seen, Sight
 
 _Made = tuple[LearntRows, Any, dict[int, str]]
 """Rows of tokens, how many labels each source lost, and why some sources have no row."""
@@ -54,9 +51,15 @@ class Tokeniser:
     chat: ChatTemplate | None = None  # for conversations
     limits: RowLimits | None = None  # None where `check_rows` refuses rows that do not fit
     stop_ids: Collection[int] = ()  # tokens that end the target's generation
+    sight: Sight = field(default_factory=Sight)  # how the target is shown images
 
     def __post_init__(self) -> None:
         self._encoder = None if self.tokenizer is None else Encoder(self.tokenizer)
+
+    @property
+    def shown(self) -> bool:
+        """Whether rows may have images."""
+        return self.sight.processor is not None
 
     def settle(self, batch: Mapping[str, Sequence[Any]]) -> None:
         """Choose the library that encodes, by rows from all over a corpus: the choice goes along to
@@ -64,7 +67,7 @@ class Tokeniser:
         if self._encoder is not None and self._encoder.is_fast is None:
             self._encoder.only_chooses = True  # the rows are made later, with all others
             with suppress(Chosen):
-                self._made(batch)
+                self._made(batch, {})
             self._encoder.only_chooses = False
 
     def __call__(
@@ -74,10 +77,10 @@ class Tokeniser:
         part of, why that one cannot be used (then without tokens) and its place, and how many
         labels were cut off. A batch that is a table is of whole numbers; only rows of it that
         cannot be taken as they are are looked at one by one."""
-        schema, numbers = token_features().arrow_schema, np.asarray(documents)
+        schema, numbers = token_features(shown=self.shown).arrow_schema, np.asarray(documents)
         tables = []
         if isinstance(batch, pa.Table):
-            whole = self._whole(batch)
+            whole = whole_rows(batch, self.max_length, self.limits)
             taken = batch.select(["input_ids", "labels"]).filter(pa.array(whole))
             columns = [*taken.columns, numbers[whole]]
             columns += [pa.nulls(len(taken), kind) for kind in schema.types[3:5]]
@@ -89,32 +92,15 @@ class Tokeniser:
         made = pa.concat_tables(tables)
         return made.take(np.argsort(made["document"], kind="stable")) if len(tables) > 1 else made
 
-    def _whole(self, table: pa.Table) -> Any:
-        """Which rows can be taken as they are, [rows] bool."""
-        ids, labels = (table[name] for name in ("input_ids", "labels"))
-        lengths, label_lengths = map(pc.list_value_length, (ids, labels))
-        right = pc.and_(pc.greater(lengths, 0), pc.less_equal(lengths, self.max_length))
-        right = pc.and_(right, pc.equal(lengths, label_lengths)).fill_null(False).combine_chunks()
-        whole = right.to_numpy(zero_copy_only=False)
-        places = np.flatnonzero(whole)
-        (ids_T, lengths), (labels_T, _) = (flat(column.filter(right)) for column in (ids, labels))
-        # Nulls have become NaN, which no comparison holds for.
-        fine_T = (abs(ids_T) <= LARGEST_TOKEN) & (abs(labels_T) <= LARGEST_TOKEN)
-        if self.limits is not None:
-            fine_T &= (ids_T >= 0) & (ids_T < self.limits.vocab_size)
-            fine_T &= (labels_T == ids_T) | (labels_T == IGNORED)
-            if self.limits.context is not None:
-                whole[places[lengths > self.limits.context]] = False
-        rows = np.searchsorted(np.cumsum(lengths), np.flatnonzero(~fine_T), side="right")
-        whole[places[rows]] = False
-        return whole
-
     def _table(
         self, batch: Mapping[str, Sequence[Any]], documents: Any, schema: pa.Schema
     ) -> pa.Table:
-        rows, lost, problems = self._made(batch)
+        talks: dict[int, Seen] = {}
+        rows, lost, problems = self._made(batch, talks)
         ids, labels, sources = rows
         reasons = [problems.get(source) for source in sources.tolist()]
+        images, seen, cut_short = self.sight.columns(talks, ids, sources.tolist())
+        reasons = [a or b for a, b in zip(reasons, cut_short, strict=True)]
         columns = [(each.values, each.lengths) for each in (ids, labels)]
         if self.limits is not None and len(sources) and not self.limits.fit(*columns):
             for row in range(len(sources)):
@@ -134,19 +120,27 @@ class Tokeniser:
         ]
         told = np.where(is_first, lost[sources], 0)
         made = [*lists, documents[sources], reasons, at, told]
+        if self.shown:
+            made += [pa.array(images, schema.types[-2]), seen]
         return pa.table(made, schema.names).cast(schema)
 
-    def _made(self, batch: Mapping[str, Sequence[Any]]) -> _Made:
+    def _made(self, batch: Mapping[str, Sequence[Any]], talks: dict[int, Seen]) -> _Made:
         """Rows of tokens, how many labels of each row of the batch were cut off, and why some of
-        those cannot be used: then they have one row without tokens."""
+        those cannot be used: then they have one row without tokens. Those with images go to
+        `talks`."""
         found: dict[Any, list[tuple[int, Any]]] = {}  # by the method that reads the contents
         problems: dict[int, str] = {}
         count = len(next(iter(batch.values())))
         for number, values in enumerate(zip(*batch.values(), strict=True)):
             try:
                 content = self.format.read(dict(zip(batch, values, strict=True)))
-                if isinstance(content, Conversation) and self.chat is None:
-                    raise BadRow("messages need a chat template, and the tokenizer has none")
+                if isinstance(content, Conversation):
+                    if self.chat is None or self._encoder is None:
+                        raise BadRow("messages need a chat template, and the tokenizer has none")
+                    if not self._encoder.only_chooses:
+                        content = self.sight.of(content)
+                    if isinstance(content, Seen):
+                        talks[number] = content
             except BadRow as problem:
                 problems[number] = str(problem)
             else:
@@ -155,6 +149,7 @@ class Tokeniser:
             Document: self._documents,
             Completion: self._completions,
             Conversation: self._conversations,
+            Seen: self._seen,
             Tokens: self._tokens,
         }
         lost, parts = np.zeros(count, np.int64), []
@@ -202,18 +197,35 @@ class Tokeniser:
 
     def _conversations(self, contents: Sequence[Conversation]) -> _Made:
         assert self.chat is not None and self._encoder is not None
+        encode = partial(self._encoder, special_tokens=False)
+        rows, problems = self._answers(self.chat.rendered(contents), encode)
+        return self._cut(rows, len(contents), problems)
+
+    def _seen(self, contents: Sequence[Seen]) -> _Made:
+        """As a processor encodes them: with what the tokenizer puts before a text that has it not.
+        Where no answer is left, an image may be too large, which is no fault of the row."""
+        assert self.chat is not None
+        pairs = zip(contents, self.chat.rendered(contents), strict=True)
+        filled = [self.sight.filled(talk, found) for talk, found in pairs]
+        rows, problems = self._answers(filled, self._encoded)
+        rows, lost, refused = cut(rows, self.max_length, len(contents))
+        return rows, lost, problems | dict.fromkeys(refused, UNFIT)
+
+    def _answers(
+        self, talks: Sequence[Rendered | BadRow], encode: Callable[[list[str]], Ragged]
+    ) -> tuple[LearntRows, dict[int, str]]:
+        assert self.chat is not None
         problems, rendered, sources = {}, [], []
-        for source, found in enumerate(self.chat.rendered(contents)):
+        for source, found in enumerate(talks):
             if isinstance(found, BadRow):
                 problems[source] = str(found)
             else:
                 rendered.append(found)
                 sources.append(source)
         texts = [text for each in rendered for text in (*each.asked, *each.answered)]
-        encoded = self._encoder(texts, special_tokens=False)
-        rows, refused = self.chat.rows_of(rendered, encoded)
+        rows, refused = self.chat.rows_of(rendered, encode(texts))
         problems |= {sources[number]: problem for number, problem in refused.items()}
-        return self._cut(rows.of(np.array(sources, np.int64)), len(contents), problems)
+        return rows.of(np.array(sources, np.int64)), problems
 
     def _tokens(self, contents: Sequence[Tokens]) -> _Made:
         """One that is learnt whole is a document, any other has an answer."""
@@ -286,14 +298,3 @@ def _at_end(ids: Ragged, *ends: int) -> Any:
     """The numbers of the rows that end with one of these tokens."""
     filled = np.flatnonzero(ids.lengths)
     return filled[np.isin(ids.values[ids.offsets[filled + 1] - 1], ends)]
-
-
-def token_features() -> Features:
-    """Types of the columns that a Tokeniser makes."""
-    kinds = {"document": "int64", "problem": "string", "place": "string", "lost": "int64"}
-    return Features({**row_features(), **{name: Value(kind) for name, kind in kinds.items()}})
-
-
-def row_features(*more: str) -> Features:
-    """Types of the columns of rows of tokens."""
-    return Features({name: List(Value("int32")) for name in ("input_ids", "labels", *more)})

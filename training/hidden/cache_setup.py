@@ -22,7 +22,7 @@ from medusa_heads.training.data.row_facts import RowFacts
 from medusa_heads.training.hidden.cheaper import measure_costs
 from medusa_heads.training.hidden.layout import INDEX_FILE, CacheError, CacheKey, Index
 from medusa_heads.training.hidden.prepare import Forwards, Part, write_parts
-from medusa_heads.training.hidden.sharding import in_all
+from medusa_heads.training.hidden.sharding import in_all, is_sharded
 from medusa_heads.training.hidden.states import CachedHiddenStates, HiddenStates
 from medusa_heads.training.hidden.store import HiddenCache
 
@@ -45,11 +45,13 @@ def open_hidden_states(
     """Where a run takes the target's hidden states from. With "auto" what is not there is written
     first. `target_weights_sha256` is the target's `weights_digest()`. Raises what `parts_of` and
     `write_parts` do, and CacheError where a cache is not there, not complete or damaged."""
+    if is_sharded(target):  # all processes would have to run its eyes equally often
+        data.refuse_images("heads beside a target that processes share do")
     if settings.hidden_cache == "off":
-        return HiddenStates(target)
+        return HiddenStates(target, data.sight)
     parts = parts_of(settings, target, data, config, args, target_weights_sha256)
     if settings.hidden_cache == "auto":
-        write_parts(target, parts)
+        write_parts(target, parts, forwards=Forwards(target, data.sight))
     caches = in_all(lambda: [_whole_cache(part.folder, part.key) for part in parts])
     if PartialState().is_main_process:
         size, folder = decimal(sum(cache.size for cache in caches)), parts[0].folder.parent
@@ -72,7 +74,7 @@ def cheaper(
     the text is a stream."""
     target = target.with_features(config.features)
     part = parts_of(settings, target, data, config, args, "")[0]
-    costs = measure_costs(forwards or Forwards(target), part, processes=args.world_size)
+    costs = measure_costs(forwards or Forwards(target, data.sight), part, processes=args.world_size)
     batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     if forwards is not None and forwards.computed_by:
         return costs.once(forwards.computed_by)

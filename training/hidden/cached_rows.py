@@ -15,8 +15,13 @@ import torch
 from datasets import Dataset
 
 from medusa_heads.config import IGNORED
-from medusa_heads.training.data.columns import ROWS_AT_ONCE, flat, row_lengths
-from medusa_heads.training.data.prepare import collate
+from medusa_heads.training.data.columns import (
+    ROWS_AT_ONCE,
+    SEEN_COLUMN,
+    collate,
+    flat,
+    row_lengths,
+)
 
 # "learnt": positions whose next token is generated text. Only there do heads learn, and only there
 # lies what the target teaches them: head i at t has its label, and the target its distribution, at
@@ -61,11 +66,14 @@ def kept_positions(row: Mapping[str, Any], kept: KeptPositions) -> Any:
 
 
 def row_name(row: Mapping[str, Any], kept: KeptPositions) -> bytes:
-    """A hash of token ids, of their positions in packed documents, and of which are kept."""
+    """A hash of token ids, of their positions in packed documents, of the images of the row, and of
+    which are kept."""
     digest = hashlib.blake2b(digest_size=NAME_BYTES)
     for column in ("input_ids", "position_ids"):
         values = np.asarray(row.get(column, ()), np.int64)
         digest.update(np.int64(len(values)).tobytes() + values.tobytes())
+    if seen := row.get(SEEN_COLUMN):
+        digest.update(np.int64(seen).tobytes())
     digest.update(np.packbits(kept_positions(row, kept)).tobytes())
     return digest.digest()
 

@@ -29,7 +29,7 @@ from medusa_heads.files import remove_leftovers
 from medusa_heads.machine.products import dtype_name
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.data.pack import hidden_of
-from medusa_heads.training.data.prepare import collate
+from medusa_heads.training.data.seen import Sight
 from medusa_heads.training.hidden.cached_rows import kept_counts, kept_positions, row_name
 from medusa_heads.training.hidden.layout import (
     INDEX_FILE,
@@ -80,12 +80,12 @@ class Forwards:
     whole_shards = False  # whether it makes batches itself, of all rows of a shard
     passing_bytes = 0  # what lies on the disk beside while it does, about
 
-    def __init__(self, target: TargetModel) -> None:
-        self.target = target
+    def __init__(self, target: TargetModel, sight: Sight | None = None) -> None:
+        self.target, self.sight = target, sight or Sight()
 
     def of(self, rows: Sequence[dict[str, Any]]) -> Iterator[Tensor]:
         """hidden_TX of each row, on the CPU."""
-        batch = send_to_device(collate(rows), self.target.device)
+        batch = send_to_device(self.sight.collate(rows), self.target.device)
         for hidden_TX, row in zip(hidden_of(self.target, batch).cpu(), rows, strict=True):
             yield hidden_TX[: len(row["input_ids"])]
 

@@ -17,7 +17,7 @@ from torch.utils.data import Sampler, get_worker_info
 
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.data.pack import hidden_of
-from medusa_heads.training.data.prepare import collate
+from medusa_heads.training.data.seen import Sight
 from medusa_heads.training.hidden.cached_rows import collate_named
 from medusa_heads.training.hidden.layout import CacheError, Layout, drawn_order
 from medusa_heads.training.hidden.sharding import several_processes
@@ -29,12 +29,14 @@ _AT_ONCE = 1 << 16  # rows of an order that are Python's numbers
 
 
 class HiddenStates:
-    """Those of a frozen target, run on every batch that `collate` made."""
+    """Those of a frozen target, run on every batch that `collate` made: of rows with images, as the
+    target is shown them."""
 
-    collate: Callable[[Sequence[Mapping[str, Any]]], Batch] = staticmethod(collate)
+    collate: Callable[[Sequence[Mapping[str, Any]]], Batch]
 
-    def __init__(self, target: TargetModel) -> None:
+    def __init__(self, target: TargetModel, sight: Sight | None = None) -> None:
         self.target = target
+        self.collate = (sight or Sight()).collate
 
     def of(self, inputs: Mapping[str, Any]) -> Tensor:
         """hidden_BTX of a batch that `collate` made, on the target's device."""

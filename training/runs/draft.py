@@ -32,9 +32,9 @@ from medusa_heads.training.arguments.draft import (
 )
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.rates import fit_rate
+from medusa_heads.training.data.columns import collate
 from medusa_heads.training.data.own_text import OwnText
 from medusa_heads.training.data.pack import check_packing, hidden_of
-from medusa_heads.training.data.prepare import collate
 from medusa_heads.training.loss.fused import Pairs
 from medusa_heads.training.loss.next_token import DraftLoss
 from medusa_heads.training.loss.rows import next_rows
@@ -100,6 +100,7 @@ def train_draft(
         early_stopping_patience=early_stopping_patience,
         callbacks=callbacks,
     )
+    run.data.refuse_images("a draft model does")
     model = begin_draft(run.target, **draft.beginning(), trust_remote_code=trust_remote_code)
     fit_rate(run.args, TargetModel(model).hidden_size)
     if run.data.is_packed:

@@ -144,7 +144,9 @@ def train_heads(
         sharding=sharding,
     )
     share = 1.0
-    if joint is None:
+    if joint is not None:
+        run.data.refuse_images("an adapter does")
+    else:
         share = fit_batch(run.args, *run.data.rows_and_learnt(), steps_before(run.checkpoint))
     fit_rate(run.args, run.target.hidden_size, share)
     drafted = _drafted(run, config, draft_vocab, whole_matrix=with_vocab_matrix)

@@ -97,6 +97,7 @@ def train_mtp(
         early_stopping_patience=early_stopping_patience,
         callbacks=callbacks,
     )
+    run.data.refuse_images("a target's modules do")
     fit_rate(run.args, run.target.hidden_size)
     modules, source = begin_modules(run.target, mtp)
     unrolled = UnrolledModules(modules, run.target, mtp.mtp_depth)

@@ -87,8 +87,9 @@ def prepare_hidden(
     run = to_cache, target, data, config, args
     parts = parts_of(*run, "" if to_optimise.dry_run else digest_for_all(plain))
     with ExitStack() as stack:
-        forwards = Forwards(target)
+        forwards = Forwards(target, data.sight)
         if by_vllm:
+            data.refuse_images("vLLM does")
             kept = parts[0].folder.parent
             dry = to_optimise.dry_run
             folder = Path(stack.enter_context(TemporaryDirectory())) if dry else kept

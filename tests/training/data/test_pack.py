@@ -15,13 +15,13 @@ from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import new_heads
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.data import pack
+from medusa_heads.training.data.columns import collate
 from medusa_heads.training.data.pack import (
     best_fit,
     check_packing,
     hidden_of,
     pack_batch,
 )
-from medusa_heads.training.data.prepare import collate
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from tests.elsewhere import WithoutFloat64
 from tests.inference.recurrent import KINDS, tiny_target

@@ -12,9 +12,9 @@ from medusa_heads.target.loading import find_tokenizer
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.data import prepare, split
+from medusa_heads.training.data.columns import collate
 from medusa_heads.training.data.prepare import (
     TrainingData,
-    collate,
     load_corpora,
     prepare_data,
 )

@@ -18,8 +18,8 @@ from medusa_heads.training.arguments.draft import (
     draft_training_arguments,
 )
 from medusa_heads.training.arguments.loss_config import TERMS, LossConfig
+from medusa_heads.training.data.columns import collate
 from medusa_heads.training.data.own_text import OwnText
-from medusa_heads.training.data.prepare import collate
 from medusa_heads.training.measure.metrics import draft_metrics
 from medusa_heads.training.runs.draft import DraftTrainer, train_draft
 from medusa_heads.training.runs.pruned_target import begin_draft

@@ -14,7 +14,7 @@ from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import MedusaHeads
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
-from medusa_heads.training.data.prepare import collate
+from medusa_heads.training.data.columns import collate
 from medusa_heads.training.loss.rows import head_labels
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from tests.pairs import alternately

@@ -18,7 +18,7 @@ from medusa_heads.inference.models.medusa import MedusaModel
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.cache import CacheArguments
 from medusa_heads.training.arguments.target import TargetArguments
-from medusa_heads.training.data.prepare import collate
+from medusa_heads.training.data.columns import collate
 from medusa_heads.training.runs.heads import train_heads
 from medusa_heads.training.runs.heads_trainer import HeadsTrainer
 from medusa_heads.training.runs.joint import JointTrainer, adapted
