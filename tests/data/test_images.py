@@ -1,4 +1,4 @@
-"""Where images of a conversation lie: in its parts or beside it, and never where nothing is read."""
+"""Where images of a conversation lie: in its parts or beside it, and in no place out of reach."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from scripts.prove.seeing.models import build
 _MARKS = {150: "<image>", 151: "<open>", 152: "<close>", 153: "<video>", 154: "<global-img>"}
 _MARKS |= {155: "<fake_token_around_image>", 156: "<end_of_utterance>", 157: "<row_1_col_1>"}
 _NAMED = {"image": "<image>", "boi": "<open>", "eoi": "<close>", "video": "<video>"}
-_CHAT = """\
+CHAT = """\
 {%- for message in messages %}{{- '[' + message.role + ']' }}
 {%- if message.content is string %}{{- message.content }}
 {%- else %}{%- for part in message.content %}
@@ -47,7 +47,7 @@ def tokenizer(kind: str) -> Any:
         eos_token="</s>",
         additional_special_tokens=[*_MARKS.values()],
         extra_special_tokens={f"{name}_token": word for name, word in _NAMED.items()},
-        chat_template=_CHAT.replace("IMAGE", _PLACES.get(kind, "<image>")),
+        chat_template=CHAT.replace("IMAGE", _PLACES.get(kind, "<image>")),
     )
     from tokenizers.processors import TemplateProcessing
 
@@ -140,7 +140,7 @@ def image(path: str | None = None) -> dict[str, Any]:
     return {"type": "image"} | ({} if path is None else {"path": path})
 
 
-def talk(*parts: Any, answer: str = "A small grey cat.") -> list[dict[str, Any]]:
+def talk(*parts: Any, answer: Any = "A small grey cat.") -> list[dict[str, Any]]:
     """A question of these parts, texts among them, and its answer."""
     said = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
     content = parts[0] if len(parts) == 1 and isinstance(parts[0], str) else said

@@ -56,14 +56,6 @@ def tokenise(
         place = row["place"] or corpus.place(row["document"])
         corpus.bad_rows.add(place, row["problem"])
     corpus.bad_rows.settle()
-    if unfit:
-        logger.warning(
-            "%d rows of %s were left out: within max_length %d %s",
-            unfit,
-            corpus.name,
-            tokeniser.max_length,
-            UNFIT,
-        )
     lost = made.data.column("lost")
     documents, tokens = pc.sum(pc.greater(lost, 0)).as_py() or 0, pc.sum(lost).as_py() or 0
     if documents:
@@ -77,6 +69,11 @@ def tokenise(
     rows = row_columns(made, DOCUMENT_COLUMN)
     if len(broken):
         rows = _without(rows, broken, folder)
+    told = f"{unfit} rows of {corpus.name} were left out: within max_length {tokeniser.max_length} "
+    if unfit and not len(rows):
+        raise ValueError(f"all {told}{UNFIT}: raise max_length")
+    if unfit:
+        logger.warning("%s%s", told, UNFIT)
     if not len(rows):
         raise ValueError(f"the corpus is empty: give one with text in it ({corpus.name})")
     return replace(corpus, rows=rows, cut_documents=documents, cut_tokens=tokens)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from medusa_heads.config import IGNORED
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.data.pack import hidden_of
 from medusa_heads.training.data.prepare import TrainingData, load_corpora, prepare_data
@@ -58,3 +59,50 @@ def test_states_are_those_of_the_models_own_forward(kind: str, tmp_path: Path) -
         alone_TD = hidden_of(target, data.sight.collate([row]))[0]
         torch.testing.assert_close(alone_TD, expected_TD)
         torch.testing.assert_close(together_BTD[place, :count], expected_TD, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", seeing.KINDS)
+def test_exactly_the_assistants_tokens_are_learnt(kind: str, tmp_path: Path) -> None:
+    data, words = prepared(kind, seeing.corpus(tmp_path, seeing.SEVERAL)), seeing.tokenizer(kind)
+    for row, said in zip(data.rows, seeing.SEVERAL, strict=True):
+        learnt = [label for label in row["labels"] if label != IGNORED]
+        answers = [turn["content"] for turn in said["messages"] if turn["role"] == "assistant"]
+        assert words.decode(learnt) == "".join(f"{answer}</s>" for answer in answers)
+        pairs = zip(row["input_ids"], row["labels"], strict=True)
+        assert all(label in (IGNORED, token) for token, label in pairs)
+        assert len(row["images"]) == str(said).count("'image'")
+
+
+@pytest.mark.parametrize("kind", seeing.KINDS)
+def test_another_image_changes_the_states_of_the_answer(kind: str, tmp_path: Path) -> None:
+    file = seeing.corpus(tmp_path, seeing.SEVERAL)
+    row = prepared(kind, file).rows[0]
+    before_BTD = hidden_of(seeing.target(kind), seeing_batch(kind, file, row))
+    other = {
+        **row,
+        "images": [{"path": str(seeing.save_image(tmp_path / "z.png", 7)), "bytes": None}],
+    }
+    with pytest.raises(ValueError, match="others than when it was prepared"):
+        seeing_batch(kind, file, other)
+    seeing.save_image(tmp_path / "a.png", 7)  # of the same size: the same tokens stand for it
+    (tmp_path / "chats.jsonl").touch()
+    again = prepared(kind, file).rows[0]
+    assert again["input_ids"] == row["input_ids"] and again["seen"] != row["seen"]
+    after_BTD = hidden_of(seeing.target(kind), seeing_batch(kind, file, again))
+    learnt_T = torch.tensor(row["labels"]) != IGNORED
+    assert ((before_BTD - after_BTD)[0, learnt_T].norm(dim=1) > 1e-3).all()
+
+
+def seeing_batch(kind: str, file: str, row: Any) -> Any:
+    return prepared(kind, file).sight.collate([row])
+
+
+def test_rows_are_cut_behind_whole_images_alone(tmp_path: Path) -> None:
+    """The first answer of this row ends with token 66, its second image begins behind token 72."""
+    said = seeing.talk(seeing.image("a.png"), "What is this?")
+    more = seeing.talk(seeing.image("b.png"), "And this?", answer="It is a house.")
+    file = seeing.corpus(tmp_path, [{"messages": said + more}, *seeing.SEVERAL[:2]])
+    for size, images in ((70, 1), (73, None), (87, None), (88, 2), (150, 2)):
+        found = [row["images"] for row in prepared("llava", file, max_length=size).rows]
+        assert len(found) == (2 if images is None else 3)
+        assert images is None or len(found[0]) == images
