@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,9 +35,13 @@ from medusa_heads.hub_probe import asking_hub
 from medusa_heads.target.target import TargetModel
 from medusa_heads.training.data.columns import SEEN_COLUMN, collate
 
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
+
 UNFIT = "no answer, or but a part of an image, is left of them"
 """Why a row with images is left out, and no broken one."""
 
+_UNSEEN = "its text holds what stands for an image, and it has none"
 _TEXT_ALONE = "only text is read here"
 _OF_TOKENS = ("token_type_ids", "mm_token_type_ids")  # 1 where a token stands for an image
 _OTHERWISE = "train it on rows without images"
@@ -73,16 +77,16 @@ def find_sight(target: TargetModel, corpora: Sequence[Corpus], processor: Any = 
         return Sight(processor)
     from transformers import AutoProcessor
 
-    name = at_home(target.name_or_path)
+    name, found = at_home(target.name_or_path), None
     try:
-        with asking_hub(name) as options:
-            found = AutoProcessor.from_pretrained(
-                name, revision=target.revision or "main", **options
-            )
+        if name:
+            with asking_hub(name) as options:
+                at = {"revision": target.revision or "main", **options}
+                found = AutoProcessor.from_pretrained(name, **at)
     except Exception as error:  # of damaged files, and of what is not installed
         return Sight(why_not=f"the target's processor cannot be loaded ({first_line(error)})")
-    if not hasattr(found, "image_processor"):  # but the tokenizer, where there is no other
-        return Sight(why_not=f"no processor lies beside the target in {name!r}")
+    if not hasattr(found, "image_processor"):  # the tokenizer, where there is no other
+        return Sight(why_not=f"no processor of {name!r} is known: in Python give it as tokenizer")
     return Sight(found)
 
 
@@ -91,6 +95,8 @@ class Sight:
 
     def __init__(self, processor: Any = None, why_not: str = _TEXT_ALONE) -> None:
         self.processor, self.why_not = processor, why_not
+        images = getattr(processor, "image_processor", None)
+        self._settings = b"" if images is None else str(images.to_json_string()).encode()
 
     @property
     def template(self) -> str | None:
@@ -107,7 +113,8 @@ class Sight:
         if self.processor is None:
             raise BadRow(f"it holds an image, and {self.why_not}")
         contents = [*map(read_image, talk.images)]
-        told = self._told(contents, talk.images).get("text_replacement_offsets")
+        shown = [*map(picture, contents, talk.images)]
+        told = self._told([shown]).get("text_replacement_offsets")
         if told is None:
             raise ValueError(
                 f"{type(self.processor).__name__} does not tell which tokens stand for an image: "
@@ -147,66 +154,75 @@ class Sight:
     ) -> tuple[list[list[Source]], list[int], list[str | None]]:
         """Of rows of tokens, each of a source, the images, a hash of them, and why one is left out
         that ends within an image."""
-        images, hashes, problems = [], [], []
+        images, hashes, problems = [], [], list[str | None]()
         for row, source in enumerate(sources):
             talk = talks.get(source, Seen([]))
-            count = self._count(rows.row(row)) if talk.images else 0
-            problems.append(None if count in talk.tokens else UNFIT)
+            count = 0 if self.processor is None else self._count(rows.row(row))
             whole = talk.tokens.index(count) if count in talk.tokens else 0
             images.append(talk.images[:whole])
             hashes.append(self._hash(talk.digests[:whole]))
+            fits = count in talk.tokens and self._stand_alone(talk, whole)
+            problems.append(None if fits else UNFIT if talk.images else _UNSEEN)
         return images, hashes, problems
+
+    def _stand_alone(self, talk: Seen, count: int) -> bool:
+        """Whether the first so many images of a conversation are what they are among all of them:
+        some processors cut only a single image into tiles."""
+        if count in (0, len(talk.images)):
+            return True
+        alone = self.of(Conversation([], images=talk.images[:count]))
+        return isinstance(alone, Seen) and alone.texts == talk.texts[:count]
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """A batch as `collate` makes it, with what the target is given besides for the images of
         its rows, as `media`. Raises ValueError: one is not there any more, or another one."""
         batch: dict[str, Any] = dict(collate(rows))
-        contents, sources = list[bytes](), list[Source]()
+        shown = []
         for row in rows:
             own = row.get(IMAGES_COLUMN) or []
-            read = [*map(read_image, own)]
-            if own and self._hash([*map(_digest, read)]) != row[SEEN_COLUMN]:
+            contents = [*map(read_image, own)]
+            if own and self._hash([*map(_digest, contents)]) != row[SEEN_COLUMN]:
+                names = ", ".join(repr(source["path"]) for source in own)
                 raise ValueError(
-                    f"images of a row ({_named(own)}) are others than when it was prepared: save "
-                    "the data file anew, and its rows are prepared again"
+                    f"the images of a row ({names}) are others than when it was prepared: save the "
+                    "data file anew, and its rows are prepared again"
                 )
-            contents += read
-            sources += own
-        if sources:
-            batch["media"] = self._media(batch["input_ids"], contents, sources)
+            if own:
+                shown.append([*map(picture, contents, own)])
+        if shown:
+            batch["media"] = self._media(batch["input_ids"], shown)
         return batch
 
-    def _media(
-        self, ids_BT: Tensor, contents: Sequence[bytes], sources: Sequence[Source]
-    ) -> dict[str, Any]:
-        told = self._told(contents, sources)
-        shape = told.pop("input_ids").shape
-        given = {name: value for name, value in told.items() if isinstance(value, torch.Tensor)}
-        given.pop("attention_mask", None)
-        for name in [name for name, value in given.items() if value.shape[:2] == shape]:
+    def _media(self, ids_BT: Tensor, shown: Sequence[Sequence[Picture]]) -> dict[str, Tensor]:
+        told = self._told(shown)
+        shape = told["input_ids"].shape
+        given = {name: value for name, value in told.items() if isinstance(value, Tensor)}
+        media = {name: given[name] for name in given.keys() - {"input_ids", "attention_mask"}}
+        for name in [name for name, value in media.items() if value.shape[:2] == shape]:
             if name not in _OF_TOKENS:
                 raise ValueError(
                     f"{type(self.processor).__name__} gives {name!r} for each token, and training "
                     f"does not know what that says: {_OTHERWISE}"
                 )
-            given[name] = torch.from_numpy(self._are_images(ids_BT.numpy())).long()
-        return given
+            media[name] = torch.from_numpy(self._are_images(ids_BT.numpy())).long()
+        return media
 
-    def _told(self, contents: Sequence[bytes], sources: Sequence[Source]) -> dict[str, Any]:
-        """What the processor says of images alone, as tensors; a BadRow where it takes one not."""
-        pictures = [*map(picture, contents, sources)]
+    def _told(self, shown: Sequence[Sequence[Picture]]) -> dict[str, Any]:
+        """What the processor says of the images of some rows, as tensors; a BadRow where it takes
+        one not."""
         try:
             return dict(
                 self.processor(
-                    text=[self.processor.image_token * len(pictures)],
-                    images=[pictures],
+                    text=[self.processor.image_token * len(row) for row in shown],
+                    images=[[*row] for row in shown],
+                    padding=True,
                     return_tensors="pt",
                     return_text_replacement_offsets=True,
                 )
             )
         except Exception as error:  # of sizes that it was not made for, whatever comes of them
             raise BadRow(
-                f"the target's processor refuses {_named(sources)} ({first_line(error)})"
+                f"the target's processor refuses its images ({first_line(error)})"
             ) from error
 
     def _are_images(self, ids: Any) -> Any:
@@ -220,15 +236,10 @@ class Sight:
         """Of images as the processor's settings show them; 0 of none."""
         if not digests:
             return 0
-        settings = self.processor.image_processor.to_json_string()
-        digest = hashlib.blake2b(settings.encode() + b"".join(digests), digest_size=8).digest()
+        told = self._settings + b"".join(digests)
+        digest = hashlib.blake2b(told, digest_size=8).digest()
         return int.from_bytes(digest, "big", signed=True)
 
 
 def _digest(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
-
-
-def _named(sources: Sequence[Source]) -> str:
-    paths = [source["path"] for source in sources if source["path"]]
-    return ", ".join(map(repr, paths[:3])) or "images of a table"

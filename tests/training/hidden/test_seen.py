@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from torch import Tensor
 
 from medusa_heads.config import IGNORED
@@ -73,6 +75,20 @@ def test_exactly_the_assistants_tokens_are_learnt(kind: str, tmp_path: Path) -> 
         assert len(row["images"]) == str(said).count("'image'")
 
 
+def test_texts_that_hold_what_stands_for_an_image_are_broken(tmp_path: Path) -> None:
+    """Else the target would look for an image there, in a batch with others."""
+    rows = [*seeing.SEVERAL, {"messages": seeing.talk("What does <image> mean?")}]
+    with pytest.raises(ValueError, match=r"chats.jsonl:5: its text holds what stands for an image"):
+        prepared("llava", seeing.corpus(tmp_path, rows))
+
+
+def test_a_processor_that_is_not_there_is_told_of_once(tmp_path: Path) -> None:
+    told = DataArguments([seeing.corpus(tmp_path, seeing.SEVERAL)], max_length=200)
+    given = seeing.target("llava"), *load_corpora(told), seeing.tokenizer("llava"), told
+    with pytest.raises(ValueError, match="3 broken rows.*no processor of '' is known"):
+        prepare_data(*given, num_heads=2, seed=0)
+
+
 @pytest.mark.parametrize("kind", seeing.KINDS)
 def test_another_image_changes_the_states_of_the_answer(kind: str, tmp_path: Path) -> None:
     file = seeing.corpus(tmp_path, seeing.SEVERAL)
@@ -95,6 +111,24 @@ def test_another_image_changes_the_states_of_the_answer(kind: str, tmp_path: Pat
 
 def seeing_batch(kind: str, file: str, row: Any) -> Any:
     return prepared(kind, file).sight.collate([row])
+
+
+def test_images_within_tables_are_read_as_their_files_are(tmp_path: Path) -> None:
+    seeing.corpus(tmp_path, seeing.SEVERAL)
+    rows = []
+    for said in seeing.SEVERAL:
+        parts = [part for turn in said["messages"] for part in turn["content"] if "path" in part]
+        blank = json.loads(re.sub(r', "path": "[^"]*"', "", json.dumps(said["messages"])))
+        images = [{"bytes": (tmp_path / part["path"]).read_bytes()} for part in parts]
+        rows.append({"messages": json.dumps(blank), "images": images})
+    Dataset.from_list(rows).to_parquet(tmp_path / "chats.parquet")
+    beside, within = (
+        prepared("gemma3", f"{tmp_path}/chats.{kind}") for kind in ("jsonl", "parquet")
+    )
+    assert within.facts == beside.facts  # the hash of the images among them
+    assert within.rows[0]["images"][0]["bytes"] == (tmp_path / "a.png").read_bytes()
+    batches = [data.sight.collate([*data.rows]) for data in (within, beside)]
+    assert torch.equal(*(batch["media"]["pixel_values"] for batch in batches))
 
 
 def test_rows_are_cut_behind_whole_images_alone(tmp_path: Path) -> None:
