@@ -203,7 +203,10 @@ class Command:
         told = {own_words(target.name_or_path, each) for each in names}
         own = self.to_distill.self_distill or told == {"plain"}
         limits |= {"seed": args.seed, "own_text": own, "own_ends": None not in told}
-        return prepare_data(target, texts[0], texts[1], self.tokenizer, self.to_data, **limits)
+        data = prepare_data(target, texts[0], texts[1], self.tokenizer, self.to_data, **limits)
+        if not self.learns_prompts:  # an adapter, a target's modules, a draft model
+            data.refuse_images("what is trained here does")
+        return data
 
     def prompts(self, target: TargetModel) -> list[Dataset]:
         """Prompts for the target from the text to train on, and from the held-out text."""

@@ -122,7 +122,8 @@ def test_broken_rows_are_named_by_place(
     ("more", "reason"),
     [
         (["--packing"], "packing joins texts"),
-        (["--joint"], "an adapter does not learn from such"),
+        (["--joint"], "what is trained here does not learn from such"),
+        (["--joint", "--dry_run"], "what is trained here does not learn from such"),
         (["--streaming"], "a stream is read as text alone"),
         (["--self_distill"], "self_distill draws prompts from a table of plain text"),
     ],

@@ -197,13 +197,13 @@ class Tokeniser:
 
     def _conversations(self, contents: Sequence[Conversation]) -> _Made:
         assert self.chat is not None and self._encoder is not None
-        encode = partial(self._encoder, special_tokens=False)
+        as_rendered = partial(self._encoder, special_tokens=False)
+        encode = self._encoded if self.shown else as_rendered  # as a processor does, or a tokenizer
         rows, problems = self._answers(self.chat.rendered(contents), encode)
         return self._cut(rows, len(contents), problems)
 
     def _seen(self, contents: Sequence[Seen]) -> _Made:
-        """As a processor encodes them: with what the tokenizer puts before a text that has it not.
-        Where no answer is left, an image may be too large, which is no fault of the row."""
+        """Where no answer is left, an image may be too large, which is no fault of the row."""
         assert self.chat is not None
         pairs = zip(contents, self.chat.rendered(contents), strict=True)
         filled = [self.sight.filled(talk, found) for talk, found in pairs]

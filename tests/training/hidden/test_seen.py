@@ -11,7 +11,9 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor
+from transformers import TrainingArguments
 
+from medusa_heads import MedusaModel, train_heads
 from medusa_heads.config import IGNORED
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.data.pack import hidden_of
@@ -52,11 +54,7 @@ def test_states_are_those_of_the_models_own_forward(kind: str, tmp_path: Path) -
     for place, (row, said) in enumerate(zip(data.rows, seeing.SEVERAL, strict=True)):
         inputs = own_inputs(kind, said["messages"], tmp_path)
         count = len(row["input_ids"])
-        if row["images"]:  # texts alone are encoded as they always were
-            assert row["input_ids"] == inputs["input_ids"][0].tolist()
-        else:
-            assert row["input_ids"] == inputs["input_ids"][0, 1:].tolist()
-            inputs = {"input_ids": inputs["input_ids"][:, 1:]}
+        assert row["input_ids"] == inputs["input_ids"][0].tolist()
         expected_TD = states(kind, inputs)
         alone_TD = hidden_of(target, data.sight.collate([row]))[0]
         torch.testing.assert_close(alone_TD, expected_TD)
@@ -85,7 +83,7 @@ def test_texts_that_hold_what_stands_for_an_image_are_broken(tmp_path: Path) -> 
 def test_a_processor_that_is_not_there_is_told_of_once(tmp_path: Path) -> None:
     told = DataArguments([seeing.corpus(tmp_path, seeing.SEVERAL)], max_length=200)
     given = seeing.target("llava"), *load_corpora(told), seeing.tokenizer("llava"), told
-    with pytest.raises(ValueError, match="3 broken rows.*no processor of '' is known"):
+    with pytest.raises(ValueError, match=r"3 broken rows.*no processor of '' is known"):
         prepare_data(*given, num_heads=2, seed=0)
 
 
@@ -111,6 +109,31 @@ def test_another_image_changes_the_states_of_the_answer(kind: str, tmp_path: Pat
 
 def seeing_batch(kind: str, file: str, row: Any) -> Any:
     return prepared(kind, file).sight.collate([row])
+
+
+def test_heads_of_a_target_in_memory_decode_behind_images(tmp_path: Path) -> None:
+    """By its processor, where positions behind an image are not those of tokens."""
+    kind, file = "qwen2_5_vl", seeing.corpus(tmp_path, seeing.SEVERAL)
+    told: Any = {"output_dir": tmp_path / "heads", "eval_dataset": file, "max_length": 200}
+    args = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, disable_tqdm=True)
+    words = seeing.processor(kind)
+    target = seeing.target(kind)
+    train_heads(target, file, tokenizer=words, training_args=args, **told)
+    model: Any = MedusaModel.from_pretrained(str(tmp_path / "heads"), target=target)
+    asked = [turns["messages"][:1] for turns in seeing.SEVERAL[:3]]
+    named = json.loads(json.dumps(asked).replace('"path": "', f'"path": "{tmp_path}/'))
+    given: dict[str, Any] = {"padding": True, "padding_side": "left"}
+    inputs = words.apply_chat_template(
+        named,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs=given,
+    )
+    wanted: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    plain: Any = target.model
+    assert torch.equal(model.generate(**inputs, **wanted), plain.generate(**inputs, **wanted))
 
 
 def test_images_within_tables_are_read_as_their_files_are(tmp_path: Path) -> None:
