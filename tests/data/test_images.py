@@ -55,6 +55,22 @@ def test_marks_in_texts_are_parts_where_none_are_given() -> None:
     ]
 
 
+def test_images_stand_in_all_forms_of_conversations() -> None:
+    said = [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "A cat."}]
+    found = Format("messages", ("conversations",), "/data").read(
+        {"conversations": said, "system": "Be kind.", "images": ["a.png"]}
+    )
+    assert isinstance(found, Conversation)
+    assert [source["path"] for source in found.images] == ["/data/a.png"]
+    assert found.messages[1]["content"][0] == {"type": "image"}
+    prompt, completion = talk(image(), "What?")[:1], talk("?")[1:]
+    found = Format("prompt/completion", ("prompt", "completion"), "/data").read(
+        {"prompt": prompt, "completion": completion, "images": [{"path": "/x/a.png"}]}
+    )
+    assert isinstance(found, Conversation) and found.context == 1
+    assert [source["path"] for source in found.images] == ["/x/a.png"]
+
+
 @pytest.mark.parametrize(
     ("row", "folder", "reason"),
     [

@@ -191,7 +191,7 @@ def prepare_data(
     parts = [part for part in (corpus, held_out) if part is not None]
     sight = find_sight(target, parts, tokenizer)
     if hasattr(tokenizer, "image_processor"):
-        tokenizer = tokenizer.tokenizer
+        tokenizer = getattr(tokenizer, "tokenizer", None)
     if any(part.format.name != "tokens" for part in parts):
         target.check_length(settings.max_length, "max_length", "lower max_length")
         tokenizer = tokenizer or find_tokenizer(target.name_or_path, target.revision)

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -18,12 +19,14 @@ from medusa_heads.config import IGNORED
 from medusa_heads.training.arguments.data import DataArguments
 from medusa_heads.training.data.pack import hidden_of
 from medusa_heads.training.data.prepare import TrainingData, load_corpora, prepare_data
+from medusa_heads.training.data.split import distinct_documents
+from medusa_heads.training.hidden.cached_rows import row_name
 from tests.training import seeing
 
 
-def prepared(kind: str, file: str, **settings: Any) -> TrainingData:
+def prepared(kind: str, file: str, by: Any = None, **settings: Any) -> TrainingData:
     told = DataArguments([file], eval_dataset=[file], **{"max_length": 400, **settings})
-    given = seeing.target(kind), *load_corpora(told), seeing.processor(kind), told
+    given = seeing.target(kind), *load_corpora(told), by or seeing.processor(kind), told
     return prepare_data(*given, num_heads=2, seed=0)
 
 
@@ -111,6 +114,21 @@ def seeing_batch(kind: str, file: str, row: Any) -> Any:
     return prepared(kind, file).sight.collate([row])
 
 
+def test_rows_of_one_text_and_two_images_are_two(tmp_path: Path) -> None:
+    """For the cache of hidden states, and where equal documents are held out together."""
+    said = [
+        {"messages": seeing.talk(seeing.image(f"{name}.png"), "What is this?")} for name in "ab"
+    ]
+    data = prepared("gemma3", seeing.corpus(tmp_path, said))  # each takes four tokens
+    first, second = data.rows
+    assert first["input_ids"] == second["input_ids"]
+    assert row_name(first, "learnt") != row_name(second, "learnt")
+    assert len({*distinct_documents(np.arange(2), data.rows)}) == 2
+    seeing.save_image(tmp_path / "a.png", 9)
+    (tmp_path / "chats.jsonl").touch()
+    assert prepared("gemma3", str(tmp_path / "chats.jsonl")).facts.sha256 != data.facts.sha256
+
+
 def test_heads_of_a_target_in_memory_decode_behind_images(tmp_path: Path) -> None:
     """By its processor, where positions behind an image are not those of tokens."""
     kind, file = "qwen2_5_vl", seeing.corpus(tmp_path, seeing.SEVERAL)
@@ -163,3 +181,23 @@ def test_rows_are_cut_behind_whole_images_alone(tmp_path: Path) -> None:
         found = [row["images"] for row in prepared("llava", file, max_length=size).rows]
         assert len(found) == (2 if images is None else 3)
         assert images is None or len(found[0]) == images
+
+
+def test_rows_that_hold_some_images_are_left_out_where_these_then_are_others(
+    tmp_path: Path,
+) -> None:
+    """As where a processor cuts only a single image into tiles."""
+    by = seeing.processor("llava")
+    usual = type(by).replace_image_token
+
+    class Tiling(type(by)):  # type: ignore[misc]
+        def replace_image_token(self, image_inputs: Any, image_idx: int, **more: Any) -> str:
+            found: str = usual(self, image_inputs, image_idx, **more)
+            return found if len(image_inputs["pixel_values"]) == 1 else found[: len(found) // 2]
+
+    said = seeing.talk(seeing.image("a.png"), "What is this?")
+    more = seeing.talk(seeing.image("b.png"), "And this?", answer="It is a house.")
+    file = seeing.corpus(tmp_path, [{"messages": said + more}, *seeing.SEVERAL[:2]])
+    by.__class__ = Tiling
+    assert len(prepared("llava", file, by, max_length=64).rows) == 2
+    assert len(prepared("llava", file, by, max_length=200).rows) == 3
