@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,8 @@ CHAT = """\
 {%- endfor %}{%- endif %}{{- '</s>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '[assistant]' }}{%- endif %}"""
-_PLACES = {"qwen2_5_vl": "<open><image><close>", "gemma3": "<open>"}
+_OF_QWEN = "<open><image><close>"
+_PLACES = {"qwen2_5_vl": _OF_QWEN, "qwen3_vl": _OF_QWEN, "gemma3": "<open>"}
 
 
 def tokenizer(kind: str) -> Any:
@@ -68,11 +69,14 @@ def _llava(words: Any) -> Any:
     return LlavaProcessor(images, words, patch_size=8, chat_template=words.chat_template, **told)
 
 
-def _qwen(words: Any) -> Any:
+def _qwen(number: str, words: Any) -> Any:
     from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
     from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as of_qwen
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
-    class WithoutVideos(Qwen2_5_VLProcessor):
+    usual: Any = {"2.5": Qwen2_5_VLProcessor, "3": Qwen3VLProcessor}[number]
+
+    class WithoutVideos(usual):
         """Whose reader of videos takes a library that is not needed here."""
 
         def check_argument_for_proper_class(self, *_: Any) -> Any:
@@ -104,7 +108,8 @@ def _idefics(words: Any) -> Any:
 
 _PROCESSORS: dict[str, Callable[[Any], Any]] = {
     "llava": _llava,
-    "qwen2_5_vl": _qwen,
+    "qwen2_5_vl": partial(_qwen, "2.5"),
+    "qwen3_vl": partial(_qwen, "3"),
     "gemma3": _gemma,
     "idefics3": _idefics,
 }
