@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -34,28 +35,43 @@ def with_images(
     """Messages whose parts say no more than that there is an image, and where these lie, in order:
     in the parts, or in the column beside the messages. Without parts each `<image>` in a text of
     somebody else than the assistant is one. Relative paths start in `folder`. A BadRow where there
-    are more or fewer images than parts, or one lies where nothing is read from."""
-    more = [] if given is None else given if isinstance(given, list) else [given]
-    if more and not any(isinstance(message["content"], list) for message in messages):
+    are more or fewer images than parts, or one lies where nothing is read from: but where there is
+    no part at all, the column may hold whatever else."""
+    more = given if isinstance(given, list) else [given] if given else []
+    more = [one for one in more if one is not None]
+    if more and not has_parts(messages):
         messages = [_marked(message) for message in messages]
-    left, found, told = list(more), [], []
+    if not has_parts(messages):
+        with suppress(BadRow):
+            return [*messages], [_source(one, folder) for one in more]
+        return [*messages], []
+    left, blank, found, told = iter(more), 0, [], []
     for message in messages:
         if isinstance(message["content"], list):
             parts = []
             for part in message["content"]:
                 if part["type"] == "image":
                     own = next((part[key] for key in _KEYS if part.get(key) is not None), None)
-                    found.append(own if own is not None or not left else left.pop(0))
+                    if own is None:
+                        blank, own = blank + 1, next(left, None)
+                    found.append(own)
                     part = {"type": "image"}
                 parts.append(part)
             message = {**message, "content": parts}
         told.append(message)
-    if left or any(one is None for one in found):
-        raise BadRow(
-            f"{IMAGES_COLUMN!r} holds {len(more)} images, and the messages have parts for "
-            f"{sum(one is None for one in found) + len(more) - len(left)}"
-        )
+    if blank != len(more):
+        raise BadRow(unlike(len(more), blank))
     return told, [_source(one, folder) for one in found]
+
+
+def has_parts(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether some message of a conversation has an image."""
+    return any(isinstance(message["content"], list) for message in messages)
+
+
+def unlike(images: int, parts: int) -> str:
+    """The sentence for rows with more or fewer images than parts that take them."""
+    return f"{IMAGES_COLUMN!r} holds {images} images, and the messages have parts for {parts}"
 
 
 def _marked(message: dict[str, Any]) -> dict[str, Any]:

@@ -156,3 +156,6 @@ def test_a_target_of_text_is_shown_no_images(tmp_path: Path, refused: Refused) -
     more = ["--chat_template", str(tmp_path / "chat.jinja")]
     said = refused(flags(target, file, tmp_path / "heads", *more))
     assert "3 broken rows" in said and "the target reads text alone" in said
+    # But a column of that name beside texts is none of its business.
+    texts = [{"messages": talk(f"{n}?", answer=f"No. {n}."), "images": ["b.png"]} for n in "123"]
+    assert main(flags(target, seeing.corpus(tmp_path, texts), tmp_path / "heads", *more)) == 0

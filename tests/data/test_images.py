@@ -72,12 +72,20 @@ def test_images_stand_in_all_forms_of_conversations() -> None:
 
 
 @pytest.mark.parametrize(
+    "given", [7, 0, "", {"a": 1}, ["https://x.org/a.png"], [{"url": "x"}], 1.5]
+)
+def test_a_column_that_no_message_asks_for_may_hold_whatever(given: Any) -> None:
+    row = {"messages": talk("What?"), "images": given}
+    assert read(row).messages == talk("What?") and not read(row).images
+
+
+@pytest.mark.parametrize(
     ("row", "folder", "reason"),
     [
         ({"messages": talk(image(), "?"), "images": ["a", "b"]}, "/d", "holds 2 images.* for 1"),
         ({"messages": talk(image(), image(), "?"), "images": ["a"]}, "/d", "holds 1 .* for 2"),
         ({"messages": talk(image(), "?")}, "/d", "holds 0 images.* for 1"),
-        ({"messages": talk("?"), "images": ["a"]}, "/d", "holds 1 images.* for 0"),
+        ({"messages": talk(image(), "?"), "images": [None]}, "/d", "holds 0 images.* for 1"),
         ({"messages": talk(image("http://x.org/a.png"), "?")}, "/d", "nothing is fetched"),
         ({"messages": talk(image("data:image/png;base64,AA"), "?")}, "/d", "nothing is fetched"),
         ({"messages": talk(image("../a.png"), "?")}, "/d", "outside the folder"),

@@ -24,9 +24,11 @@ from medusa_heads.data.formats import Conversation
 from medusa_heads.data.images import (
     IMAGES_COLUMN,
     Source,
+    has_parts,
     may_hold_images,
     picture,
     read_image,
+    unlike,
 )
 from medusa_heads.data.sources import Corpus
 from medusa_heads.errors import first_line
@@ -108,7 +110,7 @@ class Sight:
         """A conversation with its images looked at, if it has any; a BadRow where one cannot be
         read, or the target is shown none. Raises ValueError: the processor does not tell which
         tokens stand for an image."""
-        if not talk.images:
+        if not talk.images or (self.processor is None and not has_parts(talk.messages)):
             return talk
         if self.processor is None:
             raise BadRow(f"it holds an image, and {self.why_not}")
@@ -136,6 +138,8 @@ class Sight:
             0 if isinstance(parts, str) else sum(part["type"] == "image" for part in parts)
             for parts in contents
         ]
+        if not any(images):
+            return BadRow(unlike(len(talk.images), 0))
         mark, filled = self.processor.image_token, Rendered(rendered.spoken, [], [])
         for index, *pair in zip(*rendered, strict=True):
             expected = sum(images[:index])

@@ -83,6 +83,12 @@ def test_texts_that_hold_what_stands_for_an_image_are_broken(tmp_path: Path) -> 
         prepared("llava", seeing.corpus(tmp_path, rows))
 
 
+def test_images_without_a_place_are_told_to_a_target_that_reads_such(tmp_path: Path) -> None:
+    rows: list[Any] = [*seeing.SEVERAL, {"messages": seeing.talk("What?"), "images": ["a.png"]}]
+    with pytest.raises(ValueError, match=r"chats.jsonl:5: 'images' holds 1 images.* for 0"):
+        prepared("llava", seeing.corpus(tmp_path, rows))
+
+
 def test_a_processor_that_is_not_there_is_told_of_once(tmp_path: Path) -> None:
     told = DataArguments([seeing.corpus(tmp_path, seeing.SEVERAL)], max_length=200)
     given = seeing.target("llava"), *load_corpora(told), seeing.tokenizer("llava"), told
