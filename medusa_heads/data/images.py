@@ -26,7 +26,8 @@ Source = dict[str, Any]
 
 _KEYS = ("path", "url", "image")  # of a part, any of which may say it
 _MARK = "<image>"  # in place of parts, in texts
-_SHOWN = 80  # characters of a path, which may be a whole image in base64
+_SHOWN = 80  # characters of a name, which may be a whole image in base64
+_LONGEST = 200  # of a path
 
 
 def with_images(
@@ -131,13 +132,13 @@ def read_image(source: Source) -> bytes:
     """The bytes of an image's file; a BadRow where there is none, or it cannot be read."""
     if source["bytes"] is not None:
         return bytes(source["bytes"])
-    path = Path(source["path"])
-    if not path.is_file():  # nor a device, which may never end
-        raise BadRow(f"there is no image {str(path)!r}")
+    path = source["path"]
+    if not os.path.isfile(path):  # nor a device, which may never end
+        raise BadRow(f"there is no image {path[:_LONGEST]!r}")
     try:
-        return path.read_bytes()
+        return Path(path).read_bytes()
     except OSError as error:
-        raise BadRow(f"the image {str(path)!r} cannot be read ({error.strerror})") from error
+        raise BadRow(f"the image {path!r} cannot be read ({error.strerror})") from error
 
 
 def picture(content: bytes, source: Source) -> Picture:

@@ -112,6 +112,7 @@ def test_files_that_are_no_images_are_named(tmp_path: Path) -> None:
         (".", "there is no image"),
         ("cut.png", "none that can be read"),
         ("text.png", "no known format"),
+        ("iVBOR" * 999, "^there is no image '.{200}'$"),  # a file in base64 is too long a name
     ):
         source = {"path": str(tmp_path / name), "bytes": None}
         with pytest.raises(BadRow, match=reason):
