@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -209,5 +210,7 @@ def _undecoded(feature: Any) -> Any:
     if isinstance(feature, dict):
         return type(feature)({name: _undecoded(one) for name, one in feature.items()})
     if hasattr(feature, "feature"):
-        return type(feature)(_undecoded(feature.feature))
+        within = copy(feature)  # which may have a length
+        within.feature = _undecoded(feature.feature)
+        return within
     return feature
