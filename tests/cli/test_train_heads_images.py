@@ -97,6 +97,19 @@ def test_heads_learn_behind_images_and_decode_there(
     assert "No step was measured: an image costs what no number of tokens tells" in said
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_image_that_is_gone_ends_the_run_with_a_sentence(
+    workers: int, target_folder: str, tmp_path: Path, refused: Refused
+) -> None:
+    file = seeing.corpus(tmp_path, SEVERAL)
+    assert main(flags(target_folder, file, tmp_path / "dry", "--dry_run")) == 0  # prepares rows
+    (tmp_path / "a.png").unlink()
+    told = {"use_cpu": True, "disable_tqdm": True, "dataloader_num_workers": workers}
+    given = flags(target_folder, file, tmp_path / "heads")
+    given[given.index("--training_args") + 1] = json.dumps(told)
+    assert re.fullmatch(r"train-heads: error: there is no image '.*a.png'", refused(given).strip())
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [

@@ -135,7 +135,10 @@ def _joined(documents: pa.Table, counts: Sequence[int]) -> dict[str, list[Any]]:
 
 
 def hidden_of(target: TargetModel, inputs: Mapping[str, Any], *, with_grad: bool = False) -> Tensor:
-    """hidden_BTD of a batch that `collate` made, packed or not."""
+    """hidden_BTD of a batch that `collate` made, packed or not. Raises ValueError: a worker could
+    not read its images."""
+    if "unseen" in inputs:
+        raise ValueError(inputs["unseen"])
     read = target.hidden_with_grad if with_grad else target.hidden
     # Pixels in the target's dtype, as whoever asks it to write hands them over.
     media = {

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from medusa_heads.data.bad_rows import BadRow
 from medusa_heads.data.chat import Rendered
@@ -179,8 +180,17 @@ class Sight:
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """A batch as `collate` makes it, with what the target is given besides for the images of
-        its rows, as `media`. Raises ValueError: one is not there any more, or another one."""
+        its rows, as `media`. Raises ValueError: one is not there any more, or another one; in a
+        worker of a data loader, whose errors come as a traceback, `unseen` says so instead."""
         batch: dict[str, Any] = dict(collate(rows))
+        try:
+            return batch | self._shown(rows, batch["input_ids"])
+        except ValueError as error:
+            if get_worker_info() is None:
+                raise
+            return batch | {"unseen": str(error)}
+
+    def _shown(self, rows: Sequence[Mapping[str, Any]], ids_BT: Tensor) -> dict[str, Any]:
         shown = []
         for row in rows:
             own = row.get(IMAGES_COLUMN) or []
@@ -193,9 +203,7 @@ class Sight:
                 )
             if own:
                 shown.append([*map(picture, contents, own)])
-        if shown:
-            batch["media"] = self._media(batch["input_ids"], shown)
-        return batch
+        return {"media": self._media(ids_BT, shown)} if shown else {}
 
     def _media(self, ids_BT: Tensor, shown: Sequence[Sequence[Picture]]) -> dict[str, Tensor]:
         told = self._told(shown)
