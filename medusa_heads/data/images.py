@@ -168,26 +168,39 @@ def stored_images() -> Any:
 
 
 def may_hold_images(rows: Dataset, columns: Sequence[str]) -> bool:
-    """Whether conversations in these columns of a table may hold images, at a glance."""
+    """Whether conversations in these columns of a table ask for images, at a glance: rows of others
+    begin as a tokenizer begins them."""
+    names = [name for name in columns if name in rows.column_names and name != "text"]
+    mark = f"|{_MARK}" if IMAGES_COLUMN in rows.column_names and _has_some(rows) else ""
+    return any(_asks(rows.data.column(name), '"image"' + mark, mark) for name in names)
+
+
+def _has_some(rows: Dataset) -> bool:
     import pyarrow as pa
     import pyarrow.compute as pc
-    from datasets import Value
 
-    if IMAGES_COLUMN in rows.column_names:
-        given = rows.data.column(IMAGES_COLUMN)
-        lists = pa.types.is_list(given.type) or pa.types.is_large_list(given.type)
-        if lists and pc.any(pc.greater(pc.list_value_length(given), 0)).as_py():
-            return True
-        if not lists and given.null_count < len(given):
-            return True
-    contents = [_content(rows.features[name]) for name in columns if name in rows.column_names]
-    return any(content is not None and not isinstance(content, Value) for content in contents)
+    given = rows.data.column(IMAGES_COLUMN)
+    if pa.types.is_list(given.type) or pa.types.is_large_list(given.type):
+        return bool(pc.any(pc.greater(pc.list_value_length(given), 0)).as_py())
+    return bool(given.null_count < len(given))
 
 
-def _content(feature: Any) -> Any:
-    """The type of the contents of messages; None where a text holds them."""
-    message = getattr(feature, "feature", None)
-    return message.get("content", message.get("value")) if isinstance(message, dict) else None
+def _asks(values: Any, pattern: str, mark: str) -> bool:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind, within = values.type, ("^image$" + mark, mark)
+    if pa.types.is_struct(kind):
+        fields = ((field.name, pc.struct_field(values, field.name)) for field in kind)
+        return any(
+            _asks(one, *within) or (name == "image" and one.null_count < len(one))
+            for name, one in fields
+        )
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return _asks(pc.list_flatten(values), *within)
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return bool(pc.any(pc.match_substring_regex(values, pattern)).as_py())
+    return False
 
 
 def undecoded(rows: Dataset) -> Dataset:

@@ -133,6 +133,11 @@ def test_tables_keep_files_and_not_pictures(tmp_path: Path) -> None:
     [found, _] = contents(load_corpus(str(tmp_path / "whole.parquet")))
     assert found.images[0]["bytes"].startswith(b"\x89PNG")
 
+    named = [{"messages": json.dumps(talk(image("a.png"), "What?"))}]
+    Dataset.from_list(named).to_parquet(tmp_path / "named.parquet")
+    [found] = contents(load_corpus(str(tmp_path / "named.parquet")))
+    assert found.images == [{"path": str(file), "bytes": None}]
+
     kinds = Features({"messages": List({"role": Value("string"), "content": Value("string")})})
     texts = Dataset.from_list([{"messages": talk("<image>What?")}], features=kinds)
     beside = texts.add_column("images", [["a.png"]])

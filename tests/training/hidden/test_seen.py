@@ -178,6 +178,24 @@ def test_images_within_tables_are_read_as_their_files_are(tmp_path: Path) -> Non
     assert torch.equal(*(batch["media"]["pixel_values"] for batch in batches))
 
 
+def test_texts_in_parts_are_what_they_are_in_lines(tmp_path: Path) -> None:
+    """A processor begins a text otherwise than a tokenizer, and without images nobody asks one."""
+    rows = [
+        {
+            "messages": [
+                {**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in said
+            ]
+        }
+        for said in (seeing.talk(f"<image> {n}?", answer=f"It is {n}.") for n in "123")
+    ]
+    file = seeing.corpus(tmp_path, rows)
+    Dataset.from_list([{**row, "images": None} for row in rows]).to_parquet(
+        tmp_path / "chats.parquet"
+    )
+    lines, parts = prepared("llava", file), prepared("llava", f"{tmp_path}/chats.parquet")
+    assert lines.facts == parts.facts
+
+
 def test_rows_are_cut_behind_whole_images_alone(tmp_path: Path) -> None:
     """The first answer of this row ends with token 66, its second image begins behind token 72."""
     said = seeing.talk(seeing.image("a.png"), "What is this?")
