@@ -8,7 +8,6 @@ from contextlib import suppress
 from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from medusa_heads.data.bad_rows import BadRow
@@ -26,6 +25,7 @@ Source = dict[str, Any]
 """Where an image lies, in the form of `datasets`: a `path`, or the `bytes` of a file."""
 
 _KEYS = ("path", "url", "image")  # of a part, any of which may say it
+_FILE = "file://"
 _MARK = "<image>"  # in place of parts, in texts
 _SHOWN = 80  # characters of a name, which may be a whole image in base64
 _LONGEST = 200  # of a path
@@ -108,10 +108,10 @@ def _path(value: str, folder: str | None) -> str:
     corpus of somebody else reads nothing but what came with it; links are followed, since folders
     of images often lie on another disk."""
     shown = repr(value[:_SHOWN])
-    scheme = urlsplit(value).scheme if "://" in value or value.startswith("data:") else ""
-    if scheme == "file":
-        value = url2pathname(urlsplit(value).path)
-    elif scheme:
+    if value.startswith(_FILE):
+        _, _, rest = value.removeprefix(_FILE).partition("/")  # behind the name of a host, or none
+        value = url2pathname(f"/{rest}")
+    elif "://" in value or value.startswith("data:"):
         raise BadRow(
             f"the image {shown} is no file, and nothing is fetched: save it, and give its path"
         )

@@ -87,6 +87,7 @@ def test_a_column_that_no_message_asks_for_may_hold_whatever(given: Any) -> None
         ({"messages": talk(image(), "?")}, "/d", "holds 0 images.* for 1"),
         ({"messages": talk(image(), "?"), "images": [None]}, "/d", "holds 0 images.* for 1"),
         ({"messages": talk(image("http://x.org/a.png"), "?")}, "/d", "nothing is fetched"),
+        ({"messages": talk(image("http://[x"), "?")}, "/d", "nothing is fetched"),
         ({"messages": talk(image("data:image/png;base64,AA"), "?")}, "/d", "nothing is fetched"),
         ({"messages": talk(image("../a.png"), "?")}, "/d", "outside the folder"),
         ({"messages": talk(image("a/../../a.png"), "?")}, "/d", "outside the folder"),
