@@ -162,7 +162,7 @@ class Sight:
         images, hashes, problems = [], [], list[str | None]()
         for row, source in enumerate(sources):
             talk = talks.get(source, Seen([]))
-            count = 0 if self.processor is None else self._count(rows.row(row))
+            count = self._count(rows.row(row))
             whole = talk.tokens.index(count) if count in talk.tokens else 0
             images.append(talk.images[:whole])
             hashes.append(self._hash(talk.digests[:whole]))

@@ -99,8 +99,9 @@ class Tokeniser:
         rows, lost, problems = self._made(batch, talks)
         ids, labels, sources = rows
         reasons = [problems.get(source) for source in sources.tolist()]
-        images, seen, cut_short = self.sight.columns(talks, ids, sources.tolist())
-        reasons = [a or b for a, b in zip(reasons, cut_short, strict=True)]
+        if self.shown:  # else no row is looked at by itself
+            images, seen, cut_short = self.sight.columns(talks, ids, sources.tolist())
+            reasons = [a or b for a, b in zip(reasons, cut_short, strict=True)]
         columns = [(each.values, each.lengths) for each in (ids, labels)]
         if self.limits is not None and len(sources) and not self.limits.fit(*columns):
             for row in range(len(sources)):
@@ -125,9 +126,8 @@ class Tokeniser:
         return pa.table(made, schema.names).cast(schema)
 
     def _made(self, batch: Mapping[str, Sequence[Any]], talks: dict[int, Seen]) -> _Made:
-        """Rows of tokens, how many labels of each row of the batch were cut off, and why some of
-        those cannot be used: then they have one row without tokens. Those with images go to
-        `talks`."""
+        """Rows of tokens, how many labels of each row of the batch were cut off, and why some
+        cannot be used: these have one row without tokens. Those with images go to `talks`."""
         found: dict[Any, list[tuple[int, Any]]] = {}  # by the method that reads the contents
         problems: dict[int, str] = {}
         count = len(next(iter(batch.values())))
