@@ -29,11 +29,11 @@ _SHAPES: dict[str, type[LayerShape]] = {"block": BlockShape, "eagle3": DecoderSh
 # What heads of a kind cannot have, and why.
 _IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     "block": (
-        ("prefix_attention", "linear_shortcut", "raw_embeddings"),
+        ("prefix_attention", "induction", "linear_shortcut", "raw_embeddings"),
         "heads of kind 'block' attend over the text so far, and read embeddings, as they are",
     ),
     "eagle3": (
-        ("prefix_attention", "linear_shortcut", "correction_rank", "raw_embeddings"),
+        ("prefix_attention", "induction", "linear_shortcut", "correction_rank", "raw_embeddings"),
         "eagle3 heads read the text and the token before by themselves",
     ),
 }
@@ -61,6 +61,8 @@ class HeadsConfig:
         draft_vocab_size: how many tokens the heads can draft; None for all of the target's. Which
             ones is stored with the heads.
         prefix_attention: a layer of the heads' own attends over the text so far (prefix.py).
+        induction: of kinds `"medusa"` and `"hydra"`, each head reads what followed the places of
+            the text so far that are like this one (induction.py).
         linear_shortcut: of kind `"medusa"`, the first block of each head adds to a product of what
             it read, and not to that itself (medusa.py). Those of `"hydra"` do so by themselves.
         correction_rank: of the product by which the token before corrects each head's logits
@@ -112,6 +114,13 @@ class HeadsConfig:
             "and no other engine can serve them."
         ),
     )
+    induction: bool = field(
+        default=False,
+        metadata=as_flag(
+            "Let the heads read what followed the places of the text so far that are like this "
+            "one. Such heads guess better yet, and no other engine can serve them."
+        ),
+    )
     linear_shortcut: bool = field(
         default=False,
         metadata=as_flag(
@@ -144,7 +153,7 @@ class HeadsConfig:
         optional = ("draft_vocab_size", "correction_rank", "hidden_size", "vocab_size")
         given = [name for name in optional if getattr(self, name) is not None]
         sizes(self, "num_heads", "num_layers", *given)
-        switches(self, "prefix_attention", "linear_shortcut", "raw_embeddings")
+        switches(self, "prefix_attention", "induction", "linear_shortcut", "raw_embeddings")
         if type(self.logit_scale) not in (int, float) or not 0 < self.logit_scale < math.inf:
             raise ValueError(f"logit_scale must be a number above 0, got {self.logit_scale!r}")
         if self.features is not None:
@@ -158,6 +167,10 @@ class HeadsConfig:
             )
         if self.kind == "hydra":  # whose blocks have it by themselves
             object.__setattr__(self, "linear_shortcut", False)
+        if self.prefix_attention and self.induction:
+            raise ValueError(
+                "prefix_attention and induction both read the text so far: leave one out"
+            )
         if self.kind in _SHAPES:
             self._check_layers()
         elif self.decoder is not None:
@@ -210,8 +223,9 @@ class HeadsConfig:
         values = asdict(self) | {"features": self.features and list(self.features)}
         values["decoder"] = self.decoder and self.decoder.to_dict()
         later = ("correction_rank", "features", "decoder")
-        if not self.linear_shortcut:
-            del values["linear_shortcut"]
+        for name in ("induction", "linear_shortcut"):
+            if not values[name]:
+                del values[name]
         if self.logit_scale == 1:
             del values["logit_scale"]
         return {k: v for k, v in values.items() if k not in later or v is not None}
@@ -219,7 +233,7 @@ class HeadsConfig:
     @property
     def reads_text(self) -> bool:
         """Whether heads read every position of a text, and not only those that they draft from."""
-        return self.prefix_attention or self.kind in _SHAPES
+        return self.prefix_attention or self.induction or self.kind in _SHAPES
 
     @property
     def vocab_bias(self) -> str:
@@ -241,7 +255,7 @@ class HeadsConfig:
     @property
     def is_plain_medusa(self) -> bool:
         """Whether these are heads as Medusa's paper has them, which other engines can hold."""
-        layers = self.prefix_attention or self.linear_shortcut or self.features
+        layers = self.prefix_attention or self.induction or self.linear_shortcut or self.features
         return self.kind == "medusa" and not (
             layers or self.draft_vocab_size or self.correction_rank
         )

@@ -44,7 +44,7 @@ def check_chain(config: HeadsConfig, draft_tokens: int) -> None:
     if config.reads_text:
         raise ValueError(
             "these heads attend over the text so far, for which this engine keeps no cache: serve "
-            "heads of kind 'medusa' without prefix_attention"
+            "heads of kind 'medusa' without prefix_attention and induction"
         )
     if config.features is not None:
         raise ValueError(

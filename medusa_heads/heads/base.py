@@ -1,7 +1,8 @@
 """What all kinds of heads have in common: their target's vocabulary, whole or reduced.
 
 Shapes: R rows (any leading dimensions), B batch, T tokens, F paths, J tokens of a path, K heads, D
-hidden, X columns with features (D without), V vocabulary (of the heads, may be the smaller one).
+hidden, E what `encode` leaves of it (mostly D), X columns with features (D without), V vocabulary
+(of the heads, may be the smaller one).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from medusa_heads.config import IGNORED, HeadsConfig
 from medusa_heads.heads.correction import LIKELY, AfterPaths, Correction
 from medusa_heads.heads.fusion import Fusion
 from medusa_heads.heads.near import NearLinear
-from medusa_heads.heads.prefix import PrefixLayer
+from medusa_heads.heads.text.induction import InductionLayer
+from medusa_heads.heads.text.prefix import PrefixLayer
 from medusa_heads.heads.vocabulary import HasVocabulary, embeddings, scaled, vocabulary
 
 if TYPE_CHECKING:  # it makes views of these heads
@@ -47,7 +49,7 @@ class DraftHeads(nn.Module, ABC):
     Fresh heads, but for a block, predict what the target's lm_head does. The state dict holds what
     is trained and nothing of the target: `{i}.{l}...` of each head's blocks, with own matrices
     `{i}.{L}.weight` [V, D] (and `{i}.{L}.bias` [V] where the target's lm_head has one), with a
-    prefix layer `prefix.*`, with a correction `correction.*`, with features
+    prefix layer or induction `prefix.*`, with a correction `correction.*`, with features
     `fusion.linear.weight` [D, F * D], and with a reduced vocabulary `draft_tokens` [V].
 
     Where heads read tokens, they read the target's own embeddings, brought to unit scale: beside a
@@ -89,6 +91,9 @@ class DraftHeads(nn.Module, ABC):
         fused = () if self.one_module else config.features or ()
         self.fusion = Fusion(config.hidden_size, len(fused)) if fused else None
         self.prefix: Any = PrefixLayer(config.hidden_size) if config.prefix_attention else None
+        if config.induction:
+            both = config.hidden_size, config.num_heads
+            self.prefix = InductionLayer(*both, reads_token=not self.reads_drafts)
         self.correction = None
         if config.correction_rank is not None:
             sizes = (config.vocab_size, config.num_candidates, config.correction_rank)
@@ -157,11 +162,8 @@ class DraftHeads(nn.Module, ABC):
         self.draft_tokens.copy_(ordered_V)
 
     def share(self, target: HasVocabulary) -> None:
-        """Project with this target's vocabulary matrix, and read its token embeddings. They stay
-        the target's: neither parameters of the heads nor part of their state dict.
-
-        Raises:
-            ValueError: the target's sizes or embeddings are not those that the heads need.
+        """Project with this target's vocabulary matrix, and read its token embeddings: neither are
+        parameters of the heads. ValueError: its sizes or embeddings are not those that they need.
         """
         weight_VD, bias_V = vocabulary(target)
         self.config = self.config.for_target(*reversed(weight_VD.shape))
@@ -169,7 +171,7 @@ class DraftHeads(nn.Module, ABC):
             if bias_V is not None:
                 bias_V = scaled(self._drafted(bias_V), self.config.logit_scale)
             self._shared = (self._drafted(weight_VD), bias_V)
-        if self.reads_drafts or self.prefix is not None:
+        if self.reads_drafts or self.config.reads_text:
             self._embeddings_VD = every_VD = embeddings(target, weight_VD.shape[1])
             if not self.config.raw_embeddings:
                 precise = torch.promote_types(every_VD.dtype, torch.float32)
@@ -199,8 +201,8 @@ class DraftHeads(nn.Module, ABC):
         self, hidden_BTX: Tensor, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None
     ) -> Tensor:
         """What stands for the hidden states of whole texts before heads see them, [B, T, D]: fused,
-        and with a prefix layer what that makes of h_t and the embedding of token t + 1. What is
-        made of the last position, with no token behind it, is of no use. Texts are padded on the
+        and what a layer makes of these and of the tokens behind them, with induction [B, T, E]. At
+        the last position, with no token behind it, that is of no use. Texts are padded on the
         right; of several documents packed in a row, positions count each from 0."""
         hidden_BTD = self.fuse(hidden_BTX)
         if self.prefix is None:
@@ -219,11 +221,8 @@ class DraftHeads(nn.Module, ABC):
         sequential head i sees those up to j = i."""
 
     def forward(self, hidden_RD: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
-        """Logits of every head over its own vocabulary: (..., D) -> (..., K, V).
-
-        Raises:
-            ValueError: sequential heads, and no `tokens_RK`.
-        """
+        """Logits of every head over its own vocabulary: (..., D) -> (..., K, V). ValueError:
+        sequential heads, and no `tokens_RK`."""
         if self.sequential and tokens_RK is None:
             raise ValueError(f"{self.kind} heads see the tokens between: pass tokens_RK")
         logits_RKV = self._project_all(self.features(hidden_RD, tokens_RK))

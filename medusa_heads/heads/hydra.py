@@ -1,7 +1,7 @@
 """Hydra heads: each also sees the tokens that were drafted before its own.
 
 Shapes: R rows (any leading dimensions), B batch, F paths, J tokens of a path, K heads, D hidden,
-V vocabulary, W input width.
+V vocabulary, W input width, E what `encode` leaves: D, with induction D + K * D.
 Source: Ankner et al. 2024, "Hydra: sequentially-dependent draft heads for Medusa decoding",
 arXiv:2402.05109, sections 3 and 4.
 """
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from medusa_heads.heads.base import After, DraftHeads, product_dtype
 from medusa_heads.heads.medusa import ResBlock, WideBlock
+from medusa_heads.heads.text.induction import of_each
 from medusa_heads.heads.vocabulary import scaled
 
 
@@ -41,15 +42,19 @@ class HydraHeads(DraftHeads):
         features = [self.head_features(i, hidden_RD, tokens_RK[..., : i + 1]) for i in heads]
         return torch.stack(features, dim=-2)
 
-    def head_features(self, head: int, hidden_RD: Tensor, tokens_RJ: Tensor) -> Tensor:
+    def head_features(self, head: int, hidden_RE: Tensor, tokens_RJ: Tensor) -> Tensor:
         """Features of one head after its J = head + 1 tokens t + 1 .. t + 1 + head:
-        (..., D), (..., J) -> (..., D)."""
+        (..., E), (..., J) -> (..., D)."""
         sequence: Any = self._modules[str(head)]
+        assert self.config.hidden_size is not None
+        hidden_RD, states_RKD = of_each(hidden_RE, self.config.hidden_size)
         embedded_RX = self.embed(tokens_RJ).flatten(-2)
         x = torch.cat([hidden_RD, embedded_RX.to(hidden_RD.dtype)], dim=-1)
         x = x.to(product_dtype(next(self.parameters())))
         for block in islice(sequence, self.config.num_layers):
             x = block(x)
+        if states_RKD is not None:
+            x = x + states_RKD[..., head, :].to(x.dtype)
         return scaled(x, self.config.logit_scale)
 
     def after_paths(self, hidden_BD: Tensor, likely: int | None = None) -> After:

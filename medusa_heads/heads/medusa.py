@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads.base import DraftHeads, product_dtype
+from medusa_heads.heads.text.induction import of_each
 from medusa_heads.heads.vocabulary import scaled
 
 
@@ -78,8 +79,10 @@ class MedusaHeads(DraftHeads):
         self._stack = None
         return super().train(mode)
 
-    def features(self, hidden_RD: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
+    def features(self, hidden_RE: Tensor, tokens_RK: Tensor | None = None) -> Tensor:
         """See DraftHeads. `tokens_RK` plays no part: these heads do not see each other."""
+        assert self.config.hidden_size is not None
+        hidden_RD, states_RKD = of_each(hidden_RE, self.config.hidden_size)
         # Any wider, every head would round it for itself.
         inputs_RKD = self._inputs(hidden_RD.to(product_dtype(self._all_parameters[0])))
         exact = type(next(self.heads())[0].linear) is nn.Linear
@@ -91,14 +94,20 @@ class MedusaHeads(DraftHeads):
                 if made_KRW.shape[-1] > x_KRD.shape[-1]:
                     made_KRW, x_KRD = made_KRW.chunk(2, dim=-1)
                 x_KRD = x_KRD + F.silu(made_KRW)
-            return scaled(x_KRD.transpose(0, 1), self.config.logit_scale)
+            return self._said(x_KRD.transpose(0, 1), states_RKD)
         features = []
         for i, head in enumerate(self.heads()):
             x_RD = inputs_RKD[..., i, :]
             for block in islice(head, self.config.num_blocks):
                 x_RD = block(x_RD)
             features.append(x_RD)
-        return scaled(torch.stack(features, dim=-2), self.config.logit_scale)
+        return self._said(torch.stack(features, dim=-2), states_RKD)
+
+    def _said(self, made_RKD: Tensor, states_RKD: Tensor | None) -> Tensor:
+        """Features, of what the blocks made, with the states that induction adds."""
+        if states_RKD is not None:
+            made_RKD = made_RKD + states_RKD.to(made_RKD.dtype)
+        return scaled(made_RKD, self.config.logit_scale)
 
     def _inputs(self, hidden_RD: Tensor) -> Tensor:
         """What each head's blocks read: (..., D) -> (..., K, D)."""

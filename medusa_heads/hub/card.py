@@ -101,7 +101,9 @@ def _summary(config: HeadsConfig, sidecar: Mapping[str, Any], with_matrix: bool)
     form = f"kind `{config.kind}`"
     if config.features:
         form += f", reading layers {', '.join(map(str, config.features))} of the target"
-    if config.reads_text:
+    if config.induction:
+        form += ", which read what followed like places of the text so far"
+    elif config.reads_text:
         form += ", with a layer that attends over the text so far"
     if config.linear_shortcut:
         form += ", with linear shortcuts"

@@ -73,7 +73,7 @@ medusa-heads export {repo_id} heads-{method} --to {method}
     elif config.kind == "hydra":
         why = f"their kind is `{config.kind}`, whose heads also see the tokens drafted before"
     elif config.reads_text:
-        why = "a layer of theirs attends over the text so far"
+        why = "they attend over the text so far"
     elif config.features:
         why = "they read layers of the target below its last hidden state"
     elif sidecar.get("adapter"):

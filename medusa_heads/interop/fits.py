@@ -50,6 +50,7 @@ def check_fits(stored: StoredHeads, to: WrittenFormat) -> None:
         return
     parts = {
         "prefix layer: train without prefix_attention": config.prefix_attention,
+        "induction: train without induction": config.induction,
         "linear shortcut: train without linear_shortcut": config.linear_shortcut,
         "features of the target's layers: train without features": config.features,
         "correction by the token before: train without correction_rank": config.correction_rank,

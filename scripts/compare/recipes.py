@@ -77,12 +77,14 @@ class Recipe:
 
 FORWARD_KL = {"forward_kl": 1.0}
 FIVE = {"num_heads": 5}
-TOGETHER = FIVE | {"kind": "hydra", "prefix_attention": True}
+SEQUENTIAL = FIVE | {"kind": "hydra"}
+TOGETHER = SEQUENTIAL | {"prefix_attention": True}
 CORRECTED = FIVE | {"correction_rank": 128}
 EAGLE3 = FIVE | {"kind": "eagle3"}
 TARGET_WIDTH = 384
 NORMED: dict[str, Any] = {"decoder": replace(DecoderShape.of_width(TARGET_WIDTH), norm_output=True)}
 PREFIX = {"prefix_attention": True}
+INDUCTION = {"induction": True}
 SHORTCUT: dict[str, Any] = {"linear_shortcut": True}
 RECIPES = {
     "plain-own": Recipe("plain: corpus text, own matrices", {"vocab_matrix": "own"}),
@@ -112,8 +114,11 @@ RECIPES |= {
             "corrected heads of a block over three layers",
             CORRECTED | {"kind": "block", "features": [1, 3, 5]},
         ),
-        ("sequential-distilled", "sequential heads", FIVE | {"kind": "hydra"}),
+        ("sequential-distilled", "sequential heads", SEQUENTIAL),
         ("together", "sequential heads, prefix attention", TOGETHER),
+        ("induction", "independent heads, induction", FIVE | SHORTCUT | INDUCTION),
+        ("induction-corrected", "corrected, induction", CORRECTED | SHORTCUT | INDUCTION),
+        ("induction-sequential", "sequential heads, induction", SEQUENTIAL | INDUCTION),
         ("eagle3", "steps of an eagle3 layer", EAGLE3),
         (
             "eagle3-features",

@@ -37,6 +37,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "block-corrected": {"kind": "block", "correction_rank": 128},
     "sequential": {"kind": "hydra"},
     "prefix-sequential": {"kind": "hydra", "prefix_attention": True},
+    "induction": {"linear_shortcut": True, "induction": True},
+    "induction-corrected": {"linear_shortcut": True, "induction": True, "correction_rank": 128},
+    "induction-sequential": {"kind": "hydra", "induction": True},
     "eagle3": {"kind": "eagle3"},
 }
 _WARM_UP = 4  # rounds

@@ -22,6 +22,7 @@ CONFIGS = {
     "medusa": HeadsConfig(num_heads=2),
     "own": HeadsConfig(num_heads=2, vocab_matrix="own"),
     "prefix": HeadsConfig(num_heads=2, prefix_attention=True),
+    "induction": HeadsConfig(num_heads=2, induction=True),
     "correction": HeadsConfig(num_heads=2, correction_rank=4),
     "hydra": HeadsConfig(kind="hydra", num_heads=2),
     "block": HeadsConfig(kind="block", num_heads=3),

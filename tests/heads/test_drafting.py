@@ -23,6 +23,7 @@ ALL_KINDS = [
     {"kind": "medusa", "vocab_matrix": "own"},
     {"kind": "medusa", "draft_vocab_size": 2500, "linear_shortcut": True},
     {"kind": "hydra", "prefix_attention": True},
+    {"kind": "hydra", "induction": True},
     {"kind": "block", "features": [0, 1]},
     {"kind": "eagle3", "features": [0, 1]},
 ]

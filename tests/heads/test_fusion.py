@@ -17,6 +17,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "medusa": {},
     "hydra": {"kind": "hydra"},
     "prefix": {"prefix_attention": True},
+    "induction": {"induction": True},
 }
 
 

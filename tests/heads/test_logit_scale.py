@@ -25,6 +25,8 @@ KINDS: dict[str, Any] = {
     "medusa": {"kind": "medusa"},
     "medusa with a shortcut": {"kind": "medusa", "linear_shortcut": True, "correction_rank": 4},
     "hydra": {"kind": "hydra", "prefix_attention": True},
+    "induction": {"linear_shortcut": True, "induction": True},
+    "hydra, induction": {"kind": "hydra", "induction": True},
     "eagle3": {"kind": "eagle3"},
     "block": {"kind": "block", "correction_rank": 4},
 }

@@ -19,6 +19,7 @@ from medusa_heads.heads import DecoderHeads, DraftHeads
 from medusa_heads.heads.correction import Correction
 from medusa_heads.heads.fusion import Fusion
 from medusa_heads.heads.medusa import WideBlock
+from medusa_heads.heads.text.induction import InductionLayer
 
 TUNED_WIDTH = 384
 """Of the target that the default rates were measured on."""
@@ -79,6 +80,8 @@ def rate_shares(heads: DraftHeads) -> dict[str, float]:
     for name, module in heads.named_modules():
         if isinstance(module, WideBlock | Fusion):
             share = module.linear.out_features / module.linear.in_features
+        elif isinstance(module, InductionLayer):
+            share = 1 / 2  # hidden states and tokens
         elif name in ("prefix", "decoder"):
             share = PREFIX_SHARE
         elif isinstance(module, nn.Linear) and module in layers:

@@ -18,10 +18,10 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         "kind": "medusa",
         "linear_shortcut": True,
         "correction_rank": 128,
-        "prefix_attention": True,
+        "induction": True,
         **_FIVE,
     },
-    "best": {"kind": "hydra", "prefix_attention": True, **_FIVE},
+    "best": {"kind": "hydra", "induction": True, **_FIVE},
 }
 """Flags of `train-heads` that each stands for; docs/benchmarks/recipes.md has what they cost and
 bring."""
@@ -34,9 +34,9 @@ class RecipeArguments:
     recipe: Recipe | None = flag(
         None,
         "A choice of heads: fast (small, what vLLM serves as Medusa), served (a block, what "
-        "llama.cpp serves as DSpark, and vLLM reads, not run there), balanced (one pass, a layer "
-        "over the text, corrected by the token before), or best (sequential, the most tokens per "
-        "step). Any other flag beats what it stands for.",
+        "llama.cpp serves as DSpark, and vLLM reads, not run there), balanced (one pass, corrected "
+        "by the token before), or best (sequential, the most tokens per step); both of these read "
+        "what followed like places of the text. Any other flag beats what it stands for.",
     )
 
     def __post_init__(self) -> None:

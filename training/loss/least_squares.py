@@ -2,7 +2,8 @@
 
 Head i says what the target says once it has read token t + 1 + i. The target's vocabulary matrix
 reads its own state there, and so a head comes close by making that state of what it reads: h_t and
-the embeddings of the tokens between; with a prefix layer also what its attention mixes of the text.
+the embeddings of the tokens between; with a prefix layer also what its attention mixes of the text,
+and with induction, each head for itself, what followed like places.
 The best linear map for that needs no steps of training, only the sums of one pass over some text
 (docs/benchmarks/recipes.md, "Heads that begin with least squares").
 
@@ -23,19 +24,15 @@ from torch import Tensor
 
 from medusa_heads.config import IGNORED
 from medusa_heads.heads import DraftHeads, HydraHeads
-from medusa_heads.heads.prefix import PrefixLayer
+from medusa_heads.heads.text.prefix import PrefixLayer
 from medusa_heads.training.arguments.loss_config import LossConfig
+from medusa_heads.training.loss.beside import SumsBeside, ridged
 from medusa_heads.training.loss.rows import supervised_rows
 
 ROWS_A_COLUMN = 20
 """Rows of the text for each column: of four times as many a head is right at .02 more positions."""
 
 FEWEST_ROWS_A_COLUMN = 0.5
-
-# Ridge: columns over rows, times this, is added to each square's share of one, as for weights that
-# are expected to explain about as much as they leave. Best within a factor of three from 1.3 to 80
-# rows a column.
-RIDGE = 0.3
 
 RIDGE_OF_SHARED = 0.01
 
@@ -103,6 +100,10 @@ class _Sums:
         self._half_LL = torch.zeros(lead, lead, device=device)
         self._half_LD = torch.zeros(lead, self._width, device=device)
         self._half_rows = torch.zeros((), device=device)
+        self._beside = None
+        if heads.config.induction:
+            sizes = heads.config.num_heads, size, heads.prefix.held_per_token, self._width
+            self._beside = SumsBeside(*sizes, like=self._read_CC)
         self._batches = 0
         self._at_once = max(NUMBERS_AT_ONCE // sum(self._made_CE.shape), 1)
 
@@ -116,9 +117,11 @@ class _Sums:
         places_RS = rows.positions_R[whole_R, None] + torch.arange(heads + 1, device=whole_R.device)
         finite_N = state_ND.sum(dim=1, dtype=torch.float32).isfinite()
         mixed_ND = self._mixed(hidden_BTX[..., -self._width :], positions_BT)
+        own_NKV = self._followed(hidden_BTX[..., -self._width :], inputs)
         known_R = finite_N[places_RS].all(dim=1)
-        if mixed_ND is not None:
-            known_R &= mixed_ND.sum(dim=1)[places_RS[:, 0]].isfinite()
+        for read_N in (mixed_ND, own_NKV):
+            if read_N is not None:
+                known_R &= read_N.flatten(1).sum(dim=1)[places_RS[:, 0]].isfinite()
         places_RS, tokens_RK = places_RS[known_R], rows.tokens_RK[whole_R][known_R]
         self._rows += len(places_RS)
         self._batches += 1
@@ -136,10 +139,20 @@ class _Sums:
             self._read_CC.addmm_(read_RC.T, read_RC)
             made_RE = state_ND[part_RS[:, 1:]].flatten(1).float()
             self._made_CE.addmm_(read_RC.T, made_RE)
+            if own_NKV is not None and self._beside is not None:
+                self._beside.add(read_RC, own_NKV[part_RS[:, 0]], made_RE)
             if lead := len(self._half_LL):
                 read_RL = read_RC[of_half_R, :lead]
                 self._half_LL.addmm_(read_RL.T, read_RL)
                 self._half_LD.addmm_(read_RL.T, made_RE[of_half_R, : self._width])
+
+    def _followed(self, state_BTD: Tensor, inputs: Mapping[str, Any]) -> Tensor | None:
+        """What each head reads by induction at each position [N, K, V]."""
+        if self._beside is None:
+            return None
+        following_BTD = self.heads.embed(F.pad(inputs["input_ids"][:, 1:], (0, 1)))
+        positions_BT = inputs.get("position_ids")
+        return self.heads.prefix.followed(state_BTD, following_BTD, positions_BT).flatten(0, 1)
 
     def _mixed(self, state_BTD: Tensor, positions_BT: Tensor | None) -> Tensor | None:
         """What the attention of a layer before the heads mixes at each position [N, D]."""
@@ -153,7 +166,8 @@ class _Sums:
         """Add up those of all processes; how many rows they are."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             halves = self._half_LL, self._half_LD, self._half_rows
-            for sums in (self._read_CC, self._made_CE, self._rows, *halves):
+            beside = () if self._beside is None else self._beside.parts()
+            for sums in (self._read_CC, self._made_CE, self._rows, *halves, *beside):
                 dist.all_reduce(sums)
         return int(self._rows)
 
@@ -207,7 +221,7 @@ class _Sums:
         for kept_L in (torch.arange(lead, device=self._half_LL.device), self._without_mixed(lead)):
             error = 0.0
             for (read_LL, made_LD, count), (other_LL, other_LD, _) in (halves, halves[::-1]):
-                factor_LL, failed = _ridged(read_LL[kept_L][:, kept_L], max(count, 1))
+                factor_LL, failed = ridged(read_LL[kept_L][:, kept_L], max(count, 1))
                 if failed:
                     return False
                 map_LD = torch.cholesky_solve(made_LD[kept_L], factor_LL)
@@ -221,6 +235,10 @@ class _Sums:
         if maps is None:
             return False
         linears = [head[0].res_connection for head in self.heads.heads()]
+        if self._beside is not None:
+            own = self.heads.prefix.held_per_token
+            self.heads.prefix.matrices.copy_(torch.stack([map_CD[-own:] for map_CD in maps]))
+            maps = [map_CD[:-own] for map_CD in maps]
         for linear, map_CD in zip(linears, maps, strict=True):
             linear.bias.copy_(map_CD[0])
             linear.weight.copy_(map_CD[1 : 1 + linear.in_features].T)
@@ -230,28 +248,26 @@ class _Sums:
         return True
 
     def _maps(self, rows: int) -> list[Tensor] | None:
-        """Of all that each head reads, [C, D]; None where there are no such. What a head reads is
-        the beginning of what the next one reads, and so the triangle of the last one's sums holds
-        those of all."""
-        factor_CC, failed = _ridged(self._read_CC, rows)
+        """Of all that each head reads, [C, D], what it reads for itself behind the rest; None where
+        there are no such. What a head reads is the beginning of what the next one reads, and so the
+        triangle of the last one's sums holds those of all."""
+        factor_CC, failed = ridged(self._read_CC, rows)
         if failed:
             return None
         further = self._width * (self.heads.config.num_heads - 1) * self.heads.reads_drafts
-        maps = []
+        maps: list[Tensor] = []
         for i, made_CD in enumerate(self._made_CE.split(self._width, dim=1)):
             own = len(factor_CC) - further + i * self._width * self.heads.reads_drafts
-            maps.append(torch.cholesky_solve(made_CD[:own], factor_CC[:own, :own]))
+            if self._beside is None:
+                map_CD = torch.cholesky_solve(made_CD[:own], factor_CC[:own, :own])
+            else:
+                read_CC = self._read_CC[:own, :own]
+                found_CD = self._beside.map_of(i, read_CC, made_CD[:own], rows)
+                if found_CD is None:
+                    return None
+                map_CD = found_CD
+            maps.append(map_CD)
         return maps if all(bool(map_CD.isfinite().all()) for map_CD in maps) else None
-
-
-def _ridged(sums_CC: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """The triangle of sums with the ridge, and whether there is none."""
-    diagonal_C = sums_CC.diagonal()
-    ridge_C = (diagonal_C * RIDGE * len(diagonal_C) / rows).clamp_min(1e-6)
-    diagonal_C += ridge_C
-    factor_CC, failed = torch.linalg.cholesky_ex(sums_CC)
-    diagonal_C -= ridge_C
-    return factor_CC, failed
 
 
 def _shared(of_state: Sequence[Tensor], of_other: Sequence[Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from medusa_heads.errors import UnsupportedArchitecture
 from medusa_heads.heads import DraftHeads
-from medusa_heads.heads.prefix import PrefixLayer
+from medusa_heads.heads.text.prefix import PrefixLayer
 from medusa_heads.heads.vocabulary import is_plain
 from medusa_heads.target.layers import decoder_layers
 

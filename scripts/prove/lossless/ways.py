@@ -154,6 +154,8 @@ HEADS: dict[str, dict[str, Any]] = {
     "hydra": {"kind": "hydra"},
     "hydra, 2 layers, few tokens": {"kind": "hydra", "num_layers": 2, "draft_vocab_size": FEW},
     "hydra, prefix": {"kind": "hydra", "prefix_attention": True},
+    "hydra, induction": {"kind": "hydra", "induction": True},
+    "medusa, corrected, induction": {"correction_rank": 8, "induction": True},
     "medusa, corrected": {"correction_rank": 8},
     "hydra, prefix, features": {"kind": "hydra", "prefix_attention": True, "features": [0]},
     "eagle3": {"kind": "eagle3"},

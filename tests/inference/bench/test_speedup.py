@@ -148,6 +148,8 @@ def test_memory_by_hand(tiny_llama: TinyLlama) -> None:
     hydra = new_heads(target, config, torch.arange(50))
     found = memory_overhead(target, hydra, nodes=1)
     assert found["prefix_per_token"] == 2 * 64 * 4
+    induction = new_heads(target, HeadsConfig(induction=True))
+    assert memory_overhead(target, induction, nodes=1)["prefix_per_token"] == 2 * 64 * 4
     block = new_heads(target, HeadsConfig(kind="block", num_layers=2))
     assert memory_overhead(target, block, nodes=1)["prefix_per_token"] == 2 * 2 * 64 * 4
     trained = sum(p.numel() for p in hydra.parameters())

@@ -114,6 +114,7 @@ def test_a_wrong_mask_is_caught(tiny_llama: TinyLlama) -> None:
     [
         pytest.param({"prefix_attention": True}, marks=pytest.mark.slow),
         pytest.param({"kind": "hydra", "prefix_attention": True}, marks=pytest.mark.slow),
+        {"induction": True},
         {"kind": "block"},
     ],
 )

@@ -31,6 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "hydra": {"kind": "hydra", "num_layers": 2},
     "hydra, 50 tokens": {"kind": "hydra", "draft_vocab_size": 50},
     "hydra, prefix": {"kind": "hydra", "prefix_attention": True},
+    "hydra, induction": {"kind": "hydra", "induction": True},
     "eagle3": {"kind": "eagle3"},
     "eagle3, features": {"kind": "eagle3", "features": [0, 1]},
     "eagle3, own matrix, 50 tokens": {
@@ -51,6 +52,12 @@ KINDS: dict[str, dict[str, Any]] = {
         "correction_rank": 8,
         "draft_vocab_size": 50,
     },
+    "medusa, induction, corrected, 50 tokens": {
+        "induction": True,
+        "linear_shortcut": True,
+        "correction_rank": 8,
+        "draft_vocab_size": 50,
+    },
     "medusa, features": {"features": [1, 0]},
     "hydra, prefix, features": {"kind": "hydra", "prefix_attention": True, "features": [0]},
 }
@@ -59,6 +66,8 @@ TREES = ("chain", "cartesian:3,2,1", "dynamic:9", "auto", "none")
 READERS: dict[str, dict[str, Any]] = {
     "medusa, prefix": {"prefix_attention": True},
     "hydra, prefix": {"kind": "hydra", "prefix_attention": True},
+    "medusa, induction": {"induction": True},
+    "hydra, induction": {"kind": "hydra", "induction": True},
     "block": {"kind": "block"},
     "block, 2 layers": {"kind": "block", "num_layers": 2},
 }

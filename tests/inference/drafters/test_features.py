@@ -25,6 +25,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "medusa": {"features": [0, 2]},
     "hydra": {"kind": "hydra", "features": [2, 0]},
     "prefix": {"prefix_attention": True, "features": [1]},
+    "induction": {"kind": "hydra", "induction": True, "features": [1]},
     "block": {"kind": "block", "features": [0, 2]},
 }
 OPTIONS: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}

@@ -152,6 +152,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "medusa": {},
     "hydra": {"kind": "hydra"},
     "prefix": {"prefix_attention": True, "correction_rank": 8},
+    "induction": {"kind": "hydra", "induction": True},
     "eagle3": {"kind": "eagle3"},
 }
 

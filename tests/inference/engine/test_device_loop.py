@@ -146,6 +146,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "features": {"features": (0,)},
     "own matrices": {"vocab_matrix": "own"},
     "prefix": {"prefix_attention": True, "correction_rank": 8},
+    "induction": {"kind": "hydra", "induction": True},
     "block": {"kind": "block"},
     "eagle3": {"kind": "eagle3"},
     "eagle3, features": {"kind": "eagle3", "features": (0,)},

@@ -128,6 +128,7 @@ KINDS_OF_HEADS: dict[str, dict[str, Any]] = {
     "hydra": {"kind": "hydra"},
     "features": {"features": (0,), "correction_rank": 8},
     "prefix": {"prefix_attention": True},
+    "induction": {"induction": True},
     "block": {"kind": "block"},
     "eagle3": {"kind": "eagle3"},
 }

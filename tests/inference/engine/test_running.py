@@ -96,6 +96,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "medusa": {},
     "medusa, prefix, features": {"prefix_attention": True, "features": [0]},
     "hydra, prefix": {"kind": "hydra", "prefix_attention": True},
+    "hydra, induction": {"kind": "hydra", "induction": True},
     "eagle3": {"kind": "eagle3"},
     "block": {"kind": "block"},
 }

@@ -115,7 +115,8 @@ def check(model: Any, medusa: MedusaModel, ids: Any, mask: Any, new: int, **opti
 
 @pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize(
-    "kind", [{"prefix_attention": True}, {"kind": "block"}, {"kind": "eagle3"}]
+    "kind",
+    [{"prefix_attention": True}, {"induction": True}, {"kind": "block"}, {"kind": "eagle3"}],
 )
 def test_rows_that_end_stay_beside_heads_that_read_the_prompt(kind: dict[str, Any]) -> None:
     model = build(LlamaConfig(**SMALL))

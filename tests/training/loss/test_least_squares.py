@@ -17,10 +17,10 @@ from medusa_heads.target.target import TargetModel
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.arguments.training import OptimisationArguments, to_training_arguments
 from medusa_heads.training.data.pack import hidden_of
+from medusa_heads.training.loss.beside import RIDGE
 from medusa_heads.training.loss.heads import batch_loss
 from medusa_heads.training.loss.least_squares import (
     DECAY,
-    RIDGE,
     RIDGE_OF_SHARED,
     begins_with_least_squares,
     columns,

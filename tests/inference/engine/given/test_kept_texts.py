@@ -124,11 +124,12 @@ def test_rows_of_another_text_would_be_noticed(model: Any, monkeypatch: pytest.M
     assert host(RunningBatch(target, drafter, 2, kept_bytes=PLENTY), visitors) != expected
 
 
-@pytest.mark.parametrize("heads", with_slow(["prefix"], ["eagle3"]))
+@pytest.mark.parametrize("heads", with_slow(["prefix"], ["induction", "eagle3"]))
 def test_heads_that_read_the_text(model: Any, heads: str) -> None:
     """They know what is read of a prompt alone, and the text stays."""
     configs: dict[str, dict[str, Any]] = {
         "prefix": {"prefix_attention": True},
+        "induction": {"induction": True},
         "eagle3": {"kind": "eagle3"},
     }
     made = random_heads(TargetModel(model), **configs[heads])

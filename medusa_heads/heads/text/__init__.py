@@ -1,0 +1,1 @@
+"""Layers through which heads read a text so far, beside what stands at its end."""
