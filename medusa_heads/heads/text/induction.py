@@ -16,6 +16,7 @@ what is held of a position, V = G * D.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,8 @@ NOTHING = 15.0
 """How alike two places are, of 2 * SHARPNESS, that count as much as nothing being alike."""
 
 SCORES_AT_ONCE = 1 << 24
+
+_AGAIN: Any = {"use_reentrant": False, "preserve_rng_state": False}
 
 
 class InductionLayer(nn.Module):
@@ -70,9 +73,11 @@ class InductionLayer(nn.Module):
         x_BTW = self.read(hidden_BTD, following_BTD)
         parts = []
         for part, held_GB1SD, visible_BPS in self._parts(x_BTW, position_ids_BT):
-            # What heads read is K * G times what they learn from: it is read anew for gradients.
-            given = self.look, x_BTW[:, part], None, 0, held_GB1SD, visible_BPS
-            parts.append(checkpoint(*given, use_reentrant=False, preserve_rng_state=False))
+            given = x_BTW[:, part], None, 0, held_GB1SD, visible_BPS
+            whole = part.stop - part.start == x_BTW.shape[1]
+            # What heads read is K * G times what they learn from: of long texts it is read anew for
+            # gradients.
+            parts.append(self.look(*given) if whole else checkpoint(self.look, *given, **_AGAIN))
         return torch.cat(parts, dim=1)
 
     def followed(
