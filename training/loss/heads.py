@@ -71,7 +71,8 @@ def rows_loss(
     if block_rows is None:
         on_cpu = hidden_RD.device.type == "cpu"
         budget = BLOCK_FEATURES_CPU if on_cpu else BLOCK_FEATURES_GPU
-        block_rows = max(budget // (rows.labels_RK.shape[1] * hidden_RD.shape[1]), LEAST_BLOCK)
+        made = rows.labels_RK.shape[1] * (heads.config.hidden_size or 1)  # of a row
+        block_rows = max(budget // made, LEAST_BLOCK)
         if on_cpu and product_dtype(hidden_RD).itemsize < 4:
             block_rows -= block_rows % ROWS_ALIKE
             hidden_RD, rows = _with_spare(hidden_RD, rows, -len(hidden_RD) % ROWS_ALIKE)

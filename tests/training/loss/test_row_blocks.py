@@ -6,12 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from medusa_heads.heads import DraftHeads
+from medusa_heads.config import HeadsConfig
+from medusa_heads.heads import DraftHeads, new_heads
 from medusa_heads.training.arguments.loss_config import LossConfig
 from medusa_heads.training.loss.heads import rows_loss
 from medusa_heads.training.loss.rows import SupervisedRows
 from tests.pairs import meeting
-from tests.training.loss_cases import D, random_heads, random_hidden, random_rows, random_teacher
+from tests.training.loss_cases import (
+    D,
+    LmHead,
+    random_heads,
+    random_hidden,
+    random_rows,
+    random_teacher,
+)
 
 R, K = 13, 3
 
@@ -191,3 +199,14 @@ def test_what_is_kept_for_gradients_does_not_grow_with_rows(num_heads: int) -> N
             heads, random_hidden(count), random_rows(count, num_heads), num_items=1, block_rows=10
         ).backward()
     assert 0 < kept <= 10 * num_heads * 6  # a block's features, not those of 300 rows
+
+
+def test_blocks_are_as_large_where_more_is_read_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By induction heads read K times as much of it beside, and keep no more than of any other."""
+    monkeypatch.setattr("medusa_heads.training.loss.heads.BLOCK_FEATURES_CPU", 100 * K * D)
+    config = HeadsConfig(num_heads=K, induction=True)
+    heads = new_heads(LmHead(torch.randn(11, D)), config)
+    seen = rows_seen(heads, monkeypatch)
+    hidden_RE = random_hidden(130, dtype=torch.float32).repeat(1, 1 + K).requires_grad_()
+    rows_loss(heads, hidden_RE, random_rows(130, K), num_items=7).backward()
+    assert seen == [100, 30]
