@@ -26,8 +26,8 @@ def grow_heads(
     """Heads of any kind on the grown `target`.
 
     Raises:
-        ValueError: they were trained together with an adapter, read features, or have a layer of
-            their own whose attention heads are of another width at the new size.
+        ValueError: they were trained together with an adapter, read features or by induction, or
+            have a layer of their own whose attention heads are of another width at the new size.
     """
     if isinstance(loaded.heads, DecoderHeads):
         raise ValueError(
@@ -48,6 +48,10 @@ def grow_heads(
     if config.features is not None:
         raise ValueError(
             "features lie otherwise among the channels of a wider target: grow heads without them"
+        )
+    if config.induction:
+        raise ValueError(
+            "by induction heads compare states over all channels: grow heads without induction"
         )
     _check_prefix(loaded.heads, heads, place)
     heads.set_vocab_bias(loaded.stored.has_vocab_bias)

@@ -272,3 +272,8 @@ def test_heads_that_cannot_be_grown(tiny_llama: TinyLlama, tmp_path: Path) -> No
     joint = LoadedHeads(loaded.heads, None, replace(loaded.stored, adapter={"folder": "adapter"}))
     with pytest.raises(ValueError, match="together with an adapter"):
         grow_heads(joint, TargetModel(model), place, dtype=torch.float32)
+    inducing = new_heads(small, HeadsConfig(num_heads=1, induction=True))
+    save_heads(tmp_path / "induction", inducing, small)
+    loaded = load_heads(tmp_path / "induction", small)
+    with pytest.raises(ValueError, match="grow heads without induction"):
+        grow_heads(loaded, TargetModel(model), place, dtype=torch.float32)
