@@ -87,9 +87,9 @@ def embeddings(target: HasVocabulary, hidden_size: int) -> Tensor:
     weight_VD = getattr(module, "weight", None)
     if not is_plain(weight_VD) or weight_VD.shape[1:] != (hidden_size,):
         raise ValueError(
-            "hydra, block and eagle3 heads and prefix attention need a target with unquantised "
-            f"token embeddings as wide as its hidden state of {hidden_size}: use kind 'medusa' "
-            "without a prefix"
+            "hydra, block and eagle3 heads, prefix attention and induction need a target with "
+            f"unquantised token embeddings as wide as its hidden state of {hidden_size}: use kind "
+            "'medusa' without prefix_attention and induction"
         )
     return weight_VD.detach()
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads.config import HeadsConfig
-from medusa_heads.heads import DraftHeads, HydraHeads, new_heads
+from medusa_heads.heads import DraftHeads, HydraHeads, MedusaHeads, new_heads
 from medusa_heads.target.target import TargetModel
 from tests.conftest import TinyLlama
 
@@ -103,3 +103,5 @@ def test_embeddings_of_another_width_are_refused() -> None:
 
     with pytest.raises(ValueError, match="as wide as its hidden state of 8"):
         HydraHeads.from_target(Narrow(), HeadsConfig(kind="hydra"))
+    with pytest.raises(ValueError, match="'medusa' without prefix_attention and induction"):
+        MedusaHeads.from_target(Narrow(), HeadsConfig(induction=True))
