@@ -91,6 +91,8 @@ def plan_heads(
     block = BLOCK_FEATURES_CPU if args.device.type == "cpu" else BLOCK_FEATURES_GPU
     block = min(block, tokens * width * config.num_heads)
     read = tokens * target.width
+    if config.induction:
+        read += tokens * width * config.num_heads
     if config.kind == "block":
         read += tokens * width * (config.num_heads - 1)
         block += min(AT_ONCE, tokens * width * config.num_heads * 16 * config.num_layers)

@@ -73,3 +73,15 @@ def test_an_adapter_may_keep_one_layer_at_a_time(
 def test_the_longest_row_is_the_true_one() -> None:
     rows = Dataset.from_list([{"input_ids": [1] * n} for n in (3, 9, 4)])
     assert text_size(rows, learnt=5) == TextSize(3, 16, 5, 9)
+
+
+def test_what_heads_read_by_induction_is_counted(tmp_path: Path, tiny_llama: TinyLlama) -> None:
+    """Of every position, a state for each head."""
+    text = TextSize(rows=8, tokens=80, learnt=80, longest_row=10)
+    args, target = quick(tmp_path), TargetModel(tiny_llama())
+    configs = HeadsConfig(num_heads=3), HeadsConfig(num_heads=3, induction=True)
+    alone, beside = (
+        plan_heads(target, config, args, text).memory["heads' activations"] for config in configs
+    )
+    tokens = args.per_device_train_batch_size * 10
+    assert beside - alone == tokens * 3 * 64 * 2 * 4  # and its gradient
