@@ -38,8 +38,8 @@ class OptimisationArguments:
         None,
         f"Peak learning rate. Default: {SHARED_LEARNING_RATE} with a shared vocabulary "
         f"matrix, {OWN_LEARNING_RATE} with own ones; for targets wider than 384 less in "
-        "proportion, and less for a prefix layer, sequential heads and small steps. A rate given "
-        "here is every part's, and meant for the batch size given, or 16.",
+        "proportion, and less for a prefix layer, induction, sequential heads and small steps. A "
+        "rate given here is every part's, and meant for the batch size given, or 16.",
     )
     num_train_epochs: float = flag(2.0, "Epochs: passes over the training text.")
     max_steps: int = flag(-1, "Optimiser steps, instead of epochs; -1: go by epochs.")
