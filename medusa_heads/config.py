@@ -169,7 +169,8 @@ class HeadsConfig:
             object.__setattr__(self, "linear_shortcut", False)
         if self.prefix_attention and self.induction:
             raise ValueError(
-                "prefix_attention and induction both read the text so far: leave one out"
+                "prefix_attention and induction both read the text so far: leave one out "
+                "(induction false, where a recipe has it)"
             )
         if self.kind in _SHAPES:
             self._check_layers()
