@@ -280,8 +280,8 @@ def check_takes_matrix(config: HeadsConfig, *, bias: bool = False) -> None:
     if config.vocab_matrix != "shared" or not config.is_plain_medusa or bias:
         raise ValueError(
             "with_vocab_matrix is for heads of kind medusa that share the target's whole "
-            "vocabulary matrix, one without a bias, and have no prefix layer, no correction, no "
-            "linear shortcut and no features; no engine reads it beside others: leave it out"
+            "vocabulary matrix, one without a bias, without a prefix layer, induction, correction, "
+            "linear shortcut or features; no engine reads it beside others: leave it out"
         )
 
 

@@ -251,23 +251,25 @@ class _Sums:
         """Of all that each head reads, [C, D], what it reads for itself behind the rest; None where
         there are no such. What a head reads is the beginning of what the next one reads, and so the
         triangle of the last one's sums holds those of all."""
-        factor_CC, failed = ridged(self._read_CC, rows)
-        if failed:
-            return None
-        further = self._width * (self.heads.config.num_heads - 1) * self.heads.reads_drafts
+        columns, of_each = len(self._read_CC), self._width * self.heads.reads_drafts
+        shared_by_all = columns - of_each * (self.heads.config.num_heads - 1)
+        if self._beside is None:
+            factor_CC, failed = ridged(self._read_CC, rows)
+            if failed:
+                return None
         maps: list[Tensor] = []
         for i, made_CD in enumerate(self._made_CE.split(self._width, dim=1)):
-            own = len(factor_CC) - further + i * self._width * self.heads.reads_drafts
+            own = shared_by_all + i * of_each
+            map_CD: Tensor | None
             if self._beside is None:
                 map_CD = torch.cholesky_solve(made_CD[:own], factor_CC[:own, :own])
             else:
                 read_CC = self._read_CC[:own, :own]
-                found_CD = self._beside.map_of(i, read_CC, made_CD[:own], rows)
-                if found_CD is None:
-                    return None
-                map_CD = found_CD
+                map_CD = self._beside.map_of(i, read_CC, made_CD[:own], rows)
+            if map_CD is None or not bool(map_CD.isfinite().all()):
+                return None
             maps.append(map_CD)
-        return maps if all(bool(map_CD.isfinite().all()) for map_CD in maps) else None
+        return maps
 
 
 def _shared(of_state: Sequence[Tensor], of_other: Sequence[Tensor]) -> Tensor:
