@@ -24,6 +24,7 @@ SHAPES = {
     "corrected": HeadsConfig(num_heads=2, correction_rank=4),
     "eagle3": HeadsConfig(kind="eagle3", num_heads=2),
     "prefix": HeadsConfig(kind="hydra", num_heads=2, prefix_attention=True),
+    "induction": HeadsConfig(kind="hydra", num_heads=2, induction=True),
     "features": HeadsConfig(num_heads=2, features=[0]),
     "block": HeadsConfig(kind="block", num_heads=2, correction_rank=4),
 }

@@ -56,6 +56,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "medusa": {},
     "features": {"features": (0, 1)},
     "hydra": {"kind": "hydra", "prefix_attention": True},
+    "induction": {"induction": True},
     "block": {"kind": "block"},
     "eagle3": {"kind": "eagle3"},
     "eagle3, features": {"kind": "eagle3", "features": (0, 1)},

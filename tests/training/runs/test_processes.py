@@ -91,7 +91,7 @@ def test_two_processes_learn_what_one_does_with_twice_the_batch(
     flags: list[str], target: TargetModel, tmp_path: Path
 ) -> None:
     assert main([*flags, BATCH, "8", "--output_dir", str(tmp_path / "one")]) == 0
-    fitted = ["--linear_shortcut", "--output_dir", str(tmp_path / "fitted")]
+    fitted = ["--linear_shortcut", "--induction", "--output_dir", str(tmp_path / "fitted")]
     assert main([*flags, BATCH, "8", *fitted]) == 0
     done = launch("ddp", tmp_path, "plain,accumulated,resumed,sharded,distilled,fitted", flags)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -24,7 +24,7 @@ RUNS = {
     "accumulated": ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"],
     "resumed": ["--resume_from_checkpoint", str(OUTPUT / "plain" / "checkpoint-4")],
     "sharded": ["--shard_target"],
-    "fitted": ["--linear_shortcut"],
+    "fitted": ["--linear_shortcut", "--induction"],
     "distilled": ["--self_distill", *CORPUS],
     "stopped": ["--load_best_model_at_end", "--early_stopping_patience", "1", "--save_steps", "1"],
     "joint": ["--joint", "--joint_warmup_steps", "2", "--lora_r", "4"],
