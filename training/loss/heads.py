@@ -1,4 +1,5 @@
-"""What heads learn, without K logit tensors and without K times the rows in memory.
+"""What heads learn, without K logit tensors in memory, and without K times the rows but where
+`encode` has made something of its own for each head (blocks, induction).
 
 What a head keeps for its gradient grows with rows times heads, and would soon outgrow the target's
 own forward. Therefore one block of rows comes after the other: each block's gradients are taken
